@@ -7,6 +7,7 @@ between processes, with and without workers.
 
 - Ideal: plain loops that make the same number of calls, in one process per core.
 - Ours: a `ScoringFunction` with ``isolation="process"``, which sends each sample to a process and receives its score.
+  The processes serve many calls: `benchmarks.isolated` measures what a fork for each call costs.
 - Efficiency: ideal time / our time.
 
 The processes are started before the measurement. Ideal and ours alternate in rounds of half a second. Each round of
@@ -83,7 +84,7 @@ def measure_process_efficiency(quick: bool = False) -> dict[str, float]:
     cores = usable_cores()
     per_core, rounds = 20, 8 if quick else 25
     times = max(1, round(CALL_SECONDS / check_many(20, 1)))
-    function = ScoringFunction(checker, isolation="process", max_processes=cores)
+    function = ScoringFunction(checker, isolation="process", max_processes=cores, calls_per_process=None)
     with (
         asyncio.Runner() as runner,
         ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer=_begin) as pool,

@@ -65,8 +65,8 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer"},
-    "managers.functions": {"open_records"},
-    "managers.failures": {"Failures", "decide", "on_one_line"},
+    "managers.base": {"decide", "open_records"},
+    "managers.failures": {"Failures", "on_one_line"},
     "managers.groups": {"CALLER", "Caller"},
     "managers.registry": {"OPTIONS", "is_known", "names"},
     "managers.scorer": {"Scorer", "load_scorer", "returns_results", "scored", "scores_groups"},

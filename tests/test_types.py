@@ -8,7 +8,7 @@ import pytest
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
-from reward_loop.managers.failures import decide
+from reward_loop.managers.base import decide
 from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, missing, returned_numbers
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reward_loop.client.http import Exchange, Timeout, post, repeated
 from reward_loop.errors import ConfigError
-from reward_loop.limits.lease import book_tokens
+from reward_loop.limits.call import book_tokens
 
 _COMPLETE = frozenset({"stop", "eos", "tool_calls"})  # "eos" is what Together calls the end of the text
 _LONE_SURROGATES = re.compile(r"[\ud800-\udfff]")

@@ -35,11 +35,10 @@ from reward_loop._util.transient import (
 )
 from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline
-from reward_loop.limits.lease import limit as limited
-from reward_loop.limits.lease import report_answer
+from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline, report_answer
+from reward_loop.limits.call import limit as limited
+from reward_loop.limits.local import ModelRequests, answer_of
 from reward_loop.limits.outages import JudgeAddress
-from reward_loop.limits.permit import ModelRequests, answer_of
 from reward_loop.records import current, hide, waiting_for
 from reward_loop.records.writer import MIN_LENGTH
 

@@ -15,11 +15,16 @@ import asyncio
 import heapq
 import itertools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reward_loop.errors import BudgetSpentError, LimitError
 from reward_loop.limits.options import LimitConfig
-from reward_loop.limits.permit import Order, Permit
+
+if TYPE_CHECKING:
+    from reward_loop.limits.local import Permit
+
+Order = tuple[float, float]
+"""The age of a sample: its training step, and when it was submitted (`time.time`). The oldest gets the next permit."""
 
 PERIOD_S = 60.0
 """Seconds over which requests and tokens are counted."""
@@ -139,18 +144,14 @@ class Limiter:
         self._requests = Rate(config.shared(config.requests_per_minute), config.burst_seconds, period, unit=1.0)
         self._tokens_limit = config.shared(config.tokens_per_minute)
         self._tokens = Rate(self._tokens_limit, config.burst_seconds, period)
-        self._queue: list[Waiting] = []
+        self.queue: list[Waiting] = []
+        """The calls that wait, and cancelled ones that `advance` removes."""
         self._numbers = itertools.count()
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether calls may be waiting, so that `advance` is needed."""
-        return bool(self._queue)
 
     @property
     def waiting(self) -> int:
         """The number of waiting calls."""
-        return sum(not waiting.request.done() for waiting in self._queue)
+        return sum(not waiting.request.done() for waiting in self.queue)
 
     def enter(self, now: float, order: Order, permit: Permit, request: asyncio.Future[Permit]) -> None:
         """Grant a request, or queue it until `advance` grants it.
@@ -164,30 +165,30 @@ class Limiter:
                 f"tokens_per_minute={self._tokens_limit:g}: raise the limit, or make smaller calls"
             )
         # Only with an empty queue: a small new call must not overtake a large one that waits for tokens.
-        if not self._queue and self._free_at(permit) <= now:
+        if not self.queue and self._free_at(permit) <= now:
             self._grant(now, permit, request)
         else:
-            heapq.heappush(self._queue, Waiting(order, next(self._numbers), permit, request))
+            heapq.heappush(self.queue, Waiting(order, next(self._numbers), permit, request))
 
     def advance(self, now: float) -> float | None:
         """Grant all requests that are possible now.
 
         Return the time of the next one, or ``None`` if none waits or it depends on the end of another call.
         """
-        while self._queue:
-            waiting = self._queue[0]
+        while self.queue:
+            waiting = self.queue[0]
             if not waiting.request.done():
                 at = self._free_at(waiting.permit)
                 # The next call waits, and all others behind it: a large call would otherwise wait for ever.
                 if at > now:
                     return None if at == math.inf else at
                 self._grant(now, waiting.permit, waiting.request)
-            heapq.heappop(self._queue)
+            heapq.heappop(self.queue)
         return None
 
     def refuse_waiting(self, why: str) -> None:
         """Refuse all waiting requests, since the budget is used up."""
-        queue, self._queue = self._queue, []
+        queue, self.queue = self.queue, []
         for waiting in queue:
             if not waiting.request.done():
                 waiting.request.set_exception(BudgetSpentError(why))

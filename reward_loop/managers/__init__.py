@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from reward_loop.limits.local import FailureBound
-from reward_loop.managers.base import RewardLoopManagerBase
-from reward_loop.managers.batch import BatchRewardLoopManager, GroupRewardLoopManager
-from reward_loop.managers.builtin import DAPORewardLoopManager, NaiveRewardLoopManager
-from reward_loop.managers.functions import scoring_function
+from reward_loop.managers.base import RewardLoopManagerBase, scoring_function
+from reward_loop.managers.builtin import (
+    BatchRewardLoopManager,
+    DAPORewardLoopManager,
+    GroupRewardLoopManager,
+    NaiveRewardLoopManager,
+)
 from reward_loop.managers.registry import get, register
 
 __all__ = [

@@ -1,39 +1,16 @@
-"""Samples without a score: what the policies make of one; how many a step, a batch or a period has, for the console."""
+"""How many samples without a score a step, a batch or a period has, and why, for the console."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Self
 
 from reward_loop._util.text import Causes, counted, cut
-from reward_loop.errors import BudgetSpentError
-from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.types import Outcome, RewardResult
 
 _EXAMPLE = 300
 """The largest number of characters of the first error."""
-
-_values = attrgetter(*RewardResult.__dataclass_fields__)
-
-
-def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0) -> RewardResult:
-    """Return a result with what the policies make of it: its ``reward``, whether it is ``masked``, and the ``policy``.
-
-    Nothing else applies the policies. ``total_s`` is that of the result.
-    """
-    # Not `replace`, which takes five times as long, for each sample.
-    decided = RewardResult(*_values(result))
-    decided.reward, decided.total_s = result.score, total_s
-    if result.score is None:
-        policy = result.policy or (options.on_failed if result.outcome is Outcome.FAILED else options.on_unscored)
-        # Not a failure of the function: the user chose separately what happens at the cap.
-        if isinstance(result.exception, BudgetSpentError):
-            policy = options.budget.at_cap
-        decided.policy, decided.masked = policy, policy == "mask"
-        decided.reward = options.default_score if policy == "default" else None
-    return decided
 
 
 class Failures:

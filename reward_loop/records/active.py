@@ -136,7 +136,7 @@ class ActiveSample:
 
         It ran for ``seconds``, waited ``queued`` seconds for a free thread or process, and ``waited`` for limits.
         """
-        start = max(0.0, self.seconds - seconds - waited)
+        start = max(0.0, time.perf_counter() - self.started - seconds - waited)
         problem = None if error is None else type(error).__name__
         self.calls = (*self.calls, FunctionCall(function, start, queued, waited, seconds, problem))
 

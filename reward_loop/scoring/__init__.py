@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.limits.lease import limit
+from reward_loop.limits.call import limit
 from reward_loop.scoring.combine import combine
 from reward_loop.scoring.functions import ListScoringFunction, ScoringFunction
 from reward_loop.scoring.isolation import isolated

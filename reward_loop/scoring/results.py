@@ -252,7 +252,7 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
     """
     if result.score is None or result.outcome is not Outcome.SCORED:
         return _check_unscored(sample, result)
-    if not is_finite(result.score):
+    if not -_MAX <= result.score <= _MAX:
         problem = f"its score is {result.score:g}, which is not finite in float32"
         return failed_after(result, InvalidScoreError(problem, sample=sample))
     if PART_KEYS.isdisjoint(result.extra_info):

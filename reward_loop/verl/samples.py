@@ -265,12 +265,11 @@ def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[st
     If the field is not a mapping, append an error message to ``broken`` and return ``{}``.
     """
     value = row.get(name)
-    if missing(value):
-        return {}
-    if not isinstance(value, Mapping):
+    if isinstance(value, Mapping):
+        return value
+    if not missing(value):
         broken.append(f'in its row, non_tensor_batch["{name}"] must be a mapping; got {shorten(value)}')
-        return {}
-    return value
+    return {}
 
 
 def _response(responses: Any, batch: Any, length: int | None) -> Any:

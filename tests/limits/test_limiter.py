@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reward_loop.config import LimitConfig
 from reward_loop.limits.limiter import COOL_DOWN_S, MARGIN, PERIOD_S, Concurrency, Limiter, Rate
-from reward_loop.limits.permit import Permit
+from reward_loop.limits.local import Permit
 
 CALLS = st.lists(
     st.tuples(st.floats(0, 20), st.floats(0.1, 100), st.integers(0, 60), st.integers(1, 3)), min_size=1, max_size=60

@@ -6,7 +6,7 @@ import pytest
 
 import reward_loop
 from reward_loop import ConfigError, LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.local import REWARD_MODEL
 from reward_loop.records import active_samples
 from tests.support.clock import until
 

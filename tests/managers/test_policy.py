@@ -7,7 +7,7 @@ import pytest
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.managers import NaiveRewardLoopManager
-from reward_loop.managers.failures import decide
+from reward_loop.managers.base import decide
 from reward_loop.types import Outcome, RewardResult, RewardSample
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.managers.failures import decide
+from reward_loop.managers.base import decide
 from reward_loop.records import ActiveSample, Records
 from reward_loop.types import Outcome, RewardResult, RewardSample
 

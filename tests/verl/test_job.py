@@ -187,15 +187,14 @@ async def test_the_first_reason_to_stop_stays_and_failures_of_all_workers_count_
     workers = [JobLimits(Handle(job), f"worker {number}", given) for number in range(6)]
     failed = RewardResult(Outcome.FAILED, None, error="sample u1: the judge is \ud800 down")
     for number, limits in enumerate(workers):
-        limits.count(failed if number < 4 else RewardResult(Outcome.SCORED, 1.0), "reward_loop.components.judge")
-        limits.count(RewardResult(Outcome.SCORED, 1.0))
+        limits.count(failed if number < 4 else RewardResult(Outcome.SCORED, 1.0))
         await limits.arrived()
     assert await job.why_stopped() is None
-    workers[0].count(failed, "reward_loop.components.judge")
+    workers[0].count(failed)
     workers[0].stop("too late")
     await workers[0].arrived()
     why = str(await job.why_stopped())
-    assert why.startswith("TooManyFailuresError: reward_loop.components.judge: 5 of the last 7 samples failed")
+    assert why.startswith("TooManyFailuresError: 5 of the last 7 samples failed")
 
 
 async def test_samples_that_failed_without_a_worker_count_too() -> None:

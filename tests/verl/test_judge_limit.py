@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reward_loop.errors import ConfigError
-from reward_loop.limits.permit import REWARD_MODEL
+from reward_loop.limits.local import REWARD_MODEL
 from reward_loop.verl.run.services import with_limits_of_models
 from tests.verl.configs import resolved
 

@@ -14,7 +14,7 @@ from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
 from reward_loop.managers import registry
-from reward_loop.managers.functions import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardSample, is_returned
 from reward_loop.verl.run.job import Job

@@ -193,7 +193,7 @@ class Job:
 
     async def count_failure(self, error: str, cause: str) -> None:
         """Count a sample that has failed without a worker, for the failure bound."""
-        self._count("", True, error, cause)
+        self._count(True, error, cause)
 
     async def why_stopped(self) -> str | None:
         """Return why the run must stop, or ``None``."""
@@ -248,9 +248,9 @@ class Job:
         elif what == "count":
             self._count(*arguments)
 
-    def _count(self, of: str, failed: bool, error: str | None, cause: str | None) -> None:
+    def _count(self, failed: bool, error: str | None, cause: str | None) -> None:
         try:
-            self._limits.add_outcome(of, failed, error, cause)
+            self._limits.add_outcome(failed, error, cause)
         except TooManyFailuresError as stop:
             self._limits.stop(f"{type(stop).__name__}: {stop}")
 
@@ -322,8 +322,8 @@ class JobLimits(Limits):
     def spend(self, cost: float, tokens: float) -> None:
         self._send("spend", cost, tokens)
 
-    def count(self, result: RewardResult, of: str = "") -> None:
-        self._send("count", of, result.outcome is Outcome.FAILED, result.error, result.cause)
+    def count(self, result: RewardResult) -> None:
+        self._send("count", result.outcome is Outcome.FAILED, result.error, result.cause)
 
     def stop(self, why: str) -> None:
         self._send("stop", why)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from reward_loop.managers.functions import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.records import Records, WaitsFor
 from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.tq_rows import read_rows

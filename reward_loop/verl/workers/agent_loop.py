@@ -41,8 +41,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from reward_loop._util.text import counted, listing
 from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
-from reward_loop.managers.failures import decide
-from reward_loop.managers.functions import open_records
+from reward_loop.managers.base import decide, open_records
 from reward_loop.records import Records
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample, progress_of

@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardFunctionError, RewardLoopError
-from reward_loop.managers.failures import decide
+from reward_loop.managers.base import decide
 from reward_loop.managers.groups import CALLER
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 

@@ -11,7 +11,7 @@ import ray
 from reward_loop._util.process import freeze_and_raise_gc_threshold, raise_descriptor_limit
 from reward_loop.errors import RewardLoopError
 from reward_loop.limits import Limits, LocalLimits
-from reward_loop.managers.functions import open_records
+from reward_loop.managers.base import open_records
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.types import Outcome, Reward, RewardSample
 from reward_loop.verl.options import RewardSettings
