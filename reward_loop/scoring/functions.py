@@ -55,6 +55,15 @@ _NAMED = 8
 class UserFunction:
     """The user's function with its deadline, retries and limits, whether it scores one sample in a call or several."""
 
+    name: str
+    """The function's name and file, for messages."""
+    is_async: bool
+    """Whether the function is awaited on the event loop."""
+    requires: frozenset[str]
+    """The fields of a sample that the function's signature declares without a default."""
+    takes: frozenset[str]
+    """The arguments that the function receives, by their names for one sample, if the sample has them."""
+
     def __init__(
         self,
         function: Any,
@@ -100,13 +109,9 @@ class UserFunction:
             raise ConfigError(f"reward_kwargs have no effect: the signature of {function.name} has been read already")
         self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
         self.name = self._target.name
-        """The function's name and file, for messages."""
         self.is_async = self._target.is_async
-        """Whether the function is awaited on the event loop."""
         self.requires = self._target.requires
-        """The fields of a sample that the function's signature declares without a default."""
         self.takes = self._target.passes
-        """The arguments that the function receives, by their names for one sample, if the sample has them."""
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
         self._calls_per_process = options.calls_per_process

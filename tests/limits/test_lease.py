@@ -205,26 +205,6 @@ async def test_used_tokens_and_cost_must_be_numbers(tokens, error):
     assert limits.tokens == (0 if error else float(tokens))
 
 
-async def test_the_oldest_sample_comes_first():
-    order = []
-
-    async def judge(solution_str):
-        async with reward_loop.limit("judge"):
-            order.append(solution_str)
-        return 1
-
-    limits = {"judge": {"max_concurrent": 1}}
-    manager = NaiveRewardLoopManager(RewardLoopConfig(limits=limits), compute_score=judge)
-    permit = await manager.limits.acquire("judge")
-    calls = []
-    for name, step in (("new 1", 3), ("old 1", 2), ("new 2", 3), ("old 2", 2)):
-        calls.append(asyncio.create_task(manager.run_single(RewardSample(name, step=step))))
-        await until(lambda: status(manager.limits)["waiting"] == len(calls))
-    permit.leave()
-    await asyncio.gather(*calls)
-    assert order == ["old 1", "old 2", "new 1", "new 2"]
-
-
 async def test_a_retry_keeps_its_place():
     """Steps of four samples at a limit of two: without it, the retries of a step wait behind all of the next one."""
     ends = []

@@ -34,20 +34,6 @@ def start(batcher, number, key=None, size=2, wait=1000.0):
     return asyncio.create_task(batcher.score(RewardSample(str(number)), key, size, wait))
 
 
-async def test_keys_are_kept_apart():
-    scorer = Scorer()
-    batcher = Batcher(scorer)
-    await asyncio.gather(*(start(batcher, i, key=i % 2) for i in range(4)))
-    assert scorer.calls == [["0", "2"], ["1", "3"]]
-
-
-async def test_an_incomplete_batch_is_scored_after_its_wait():
-    scorer = Scorer()
-    batcher = Batcher(scorer)
-    assert (await start(batcher, 7, wait=0.001)).score == 7
-    assert scorer.calls == [["7"]]
-
-
 async def test_a_cancelled_sample_leaves_its_batch():
     scorer = Scorer()
     batcher = Batcher(scorer)

@@ -66,12 +66,6 @@ async def test_without_a_missing_score_there_is_no_line() -> None:
     )  # of a manager that reports no outcome
 
 
-async def test_an_unscored_sample_has_no_error_to_show() -> None:
-    line = Failures.of(await results_of(["none", "1"])).line()
-    assert line == "1 unscored of 2 samples: no score from compute_score (test_failures.py)"
-    assert Failures.of([result_of(reward_outcome="failed")]).line() == "1 failed of 1 sample: failed without a cause"
-
-
 def judged(solution_str: str) -> dict[str, Any]:
     """Return what a judge's `Judgement.reward` returns for a reply that is cut off, or has no verdict."""
     reason = f"no single number follows the last 'Score:': {solution_str!r}"

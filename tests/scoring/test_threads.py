@@ -20,11 +20,6 @@ async def test_threads_are_daemons_and_reused():
     assert first is not threading.current_thread()
 
 
-async def test_exceptions_pass_through():
-    with pytest.raises(ValueError, match="no"):
-        await DaemonThreads(1).run(lambda: int("no"))
-
-
 async def test_no_more_than_the_limit_at_a_time():
     threads = DaemonThreads(2)
     running, peak, lock = 0, 0, threading.Lock()
