@@ -330,20 +330,25 @@ class _Checks:
             self.find(name, "problem", text)
 
     async def known_answers(self) -> None:
-        """Attack the function with answers whose right verdict is known, in processes."""
+        """Attack the function with answers whose right verdict is known; a sync one in processes."""
         name, requires = "right and wrong answers", self.scorer.requires
         of_groups = getattr(self.scorer.manager, "needs_group", False)
         if "ground_truth" not in requires or of_groups or {"reward_router_address", "response_ids"} & requires:
             return  # it asks a judge, or compares answers with each other
         attacked = [one for one in self.attacked if not missing(one.ground_truth)]
-        if not attacked or self.function.is_async:
-            why = "no row has a ground truth" if not attacked else "async functions cannot be called in processes"
-            self.find(name, "skipped", f"nothing attacked: {why}")
-            return
         rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in attacked])
         # A program may change the process that scores it; other answers may only end it.
-        calls = 1 if any(row.type == "program" for row in rows) else _CALLS_PER_PROCESS
-        update = {"isolation": "process", "calls_per_process": calls, "timeout": _ATTACK_TIMEOUT_S}
+        has_programs = any(row.type == "program" for row in rows)
+        update: dict[str, Any] = {"timeout": _ATTACK_TIMEOUT_S}
+        if not attacked:
+            self.find(name, "skipped", "nothing attacked: no row has a ground truth")
+            return
+        if self.function.is_async:
+            if why := "programs could change this process" if has_programs else await self._asks_a_service():
+                self.find(name, "skipped", f"nothing attacked: the function is async, and {why}")
+                return
+        else:
+            update |= {"isolation": "process", "calls_per_process": 1 if has_programs else _CALLS_PER_PROCESS}
         try:
             isolated = self.load(1, **update)
         except FunctionLoadError as error:
@@ -374,9 +379,16 @@ class _Checks:
         finally:
             await asyncio.to_thread(isolated.function.close)
 
+    async def _asks_a_service(self) -> str:
+        """Return what the function asks, if it is not a rule."""
+        with _failing_requests() as refused:
+            await self._scored(self.samples if self.report.is_batched else self.samples[:1])
+        return "asks a service, which could cost money" if refused else ""
+
     async def _elsewhere(self, isolated: Scorer, form: str) -> None:
         """Check that calls where runs call, and in the main thread of another process, have the same results."""
-        if not self.deterministic or self.function.in_processes or self.report.is_batched:
+        function = self.function
+        if not self.deterministic or function.is_async or function.in_processes or self.report.is_batched:
             return
         samples = [one for one in self.samples if not missing(one.ground_truth)]
         for sample in samples.copy():

@@ -49,6 +49,7 @@ def check(
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
+    isolation: cli_options.Isolation = "thread",
     option: cli_options.MoreOptions = None,
     fail_on: Annotated[
         Literal["problem", "false-positive"],
@@ -78,7 +79,8 @@ def check(
     if not files:
         raise ConfigError("name the rollouts, too: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    options = parse(RewardLoopConfig, cli_options.more_options(context, option), cli_options.option_names(context))
+    given = {"isolation": isolation} | cli_options.more_options(context, option)
+    options = parse(RewardLoopConfig, given, cli_options.option_names(context))
     paths = cli_options.pairs(field, "--field")
     err = console(stderr=True)
     with reserve_stdout() as stdout:

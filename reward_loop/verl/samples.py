@@ -108,11 +108,17 @@ class VerlSamples:
             return
         on = "set reward_model.use_reward_loop=True"
         if manager.needs_group:
-            workers = "reward.num_workers"
+            rollout, workers = verl_options(config, "actor_rollout_ref.rollout") or {}, "reward.num_workers"
             if (number := verl_options(config, workers) or 1) > 1:
                 raise ConfigError(
                     f"{workers}={number}: {manager.name} scores the rollouts of a prompt together, which verl's own "
                     f"reward loop distributes among its reward workers: set {workers}=1, or {on}"
+                )
+            if (size := verl_options(rollout, "val_kwargs.n")) not in (None, rollout.get("n")):
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.val_kwargs.n={size}: {manager.name} scores the rollouts of a prompt "
+                    "together, and in verl's own reward loop it is not known whether they belong to a validation: set "
+                    f"it to actor_rollout_ref.rollout.n={rollout.get('n')}, or {on}"
                 )
         lacking = {"validate"} & manager.requires
         if not self._total_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from examples.arithmetic.models import (
 from examples.arithmetic.report import Report, plot, read_report
 from examples.tiny_models import tiny_tokenizer
 from examples.training import write_dataset
+from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
 from reward_loop.records.events import HealthRecords
 from reward_loop.testing import FakeJudge
 
@@ -202,7 +204,14 @@ async def test_the_reward_combines_verdict_and_format(router: FakeJudge) -> None
 
 
 async def test_spot_checks_ask_a_strong_reward_model_about_a_share_of_the_answers(router: FakeJudge) -> None:
-    found = [await score(router, "12", spot=0.5) for _ in range(24)]
+    extra = {"question": "37+85="}
+    samples = [RewardSample("12", ground_truth="122", extra_info=extra, uid=f"{i}") for i in range(24)]
+    kwargs = {"spot": 0.5, "reward_model_tokenizer": tokenizer()}
+    manager = NaiveRewardLoopManager(
+        compute_score=functools.partial(reward.compute_score, **kwargs), reward_router_address=router.address
+    )
+    async with RewardAgent(manager) as agent:
+        found = [result["reward_extra_info"] for result in await agent.submit(samples)]
     assert {made["judged_by"] for made in found} == {"cheap", "strong"}
     models = [request.body["model"] for request in router.requests]
     assert models.count("cheap") == 24

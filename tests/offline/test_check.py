@@ -241,7 +241,7 @@ async def test_a_batch_function_is_called_with_all_samples(manager: str) -> None
     assert report.is_batched
     assert report.is_async
     assert [(row.uid, row.score) for row in report.rows] == [("q0", 0), ("q1", 0), ("q2", 0), ("q3", 0), ("q4", 1)]
-    assert set(lengths) == {5}
+    assert set(lengths) - {1} == {5}  # right and wrong answers are scored alone
     assert "15 samples in 3 concurrent calls have the same results as single calls" in findings["concurrent calls"][1]
     report, _ = await found(at_end, manager=manager)
     # A group's function may compare its samples: only those of single ones are attacked.
@@ -302,6 +302,31 @@ async def test_wrong_answers_that_need_no_reference_are_a_problem_and_come_first
     assert "empty (no text is no answer): 5 of 5 rows; '' scores 1; a group of such answers earns 1" in problem.text
     assert findings["holes of the rule"][0] == "note"
     assert list(findings).index("false positives") < list(findings).index("holes of the rule")
+
+
+async def async_substring(solution_str: str, ground_truth: list[str]) -> float:
+    await asyncio.sleep(0)
+    return float(ground_truth[0] in solution_str)
+
+
+async def test_an_async_rule_is_attacked_and_one_that_asks_a_service_is_not() -> None:
+    report, findings = await found(async_substring)
+    assert findings["false positives"][0] == "problem"
+    assert report.attack is not None
+
+    async with FakeJudge() as judge:
+        calls = itertools.count()
+
+        async def of_a_service(solution_str: str, ground_truth: list[str]) -> float:
+            next(calls)
+            return float((await chat_complete(judge.address, solution_str)).text == ground_truth[0])
+
+        _, findings = await found(of_a_service)
+    assert findings["right and wrong answers"] == (
+        "skipped",
+        "nothing attacked: the function is async, and asks a service, which could cost money",
+    )
+    assert next(calls) < 100
 
 
 def reads_no_usual_form(solution_str: str, ground_truth: list[str]) -> float:
