@@ -19,6 +19,7 @@ import resource
 import select
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -73,6 +74,10 @@ def freeze_and_raise_gc_threshold() -> None:
     raise_gc_threshold()
 
 
+_EXITS_WITHIN_S = 10.0
+"""Seconds within which exiting processes must have ended: those that hang in the kernel are left."""
+
+_PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -137,21 +142,40 @@ def kill_marked(mark: str) -> None:
     # Again: a marked process may have forked since it was listed.
     while marked := _marked(mark.encode()):
         for pid in marked:
-            _kill_and_wait(pid)
+            _wait_for(pid, kills=True)
+    # An exiting process first frees its environment, so it may be marked, and later its files, such as those of a GPU.
+    ends_by = time.monotonic() + _EXITS_WITHIN_S
+    for pid in _exiting():
+        # OSError: where `pidfd_open` is forbidden, as in some containers.
+        with contextlib.suppress(OSError):
+            _wait_for(pid, max(0.0, ends_by - time.monotonic()))
 
 
-def _kill_and_wait(pid: int) -> None:
-    """Kill a process, and wait until it has ended, and freed its memory and files."""
+def _wait_for(pid: int, timeout_s: float | None = None, *, kills: bool = False) -> None:
+    """Wait until a process has ended, and freed its memory and files."""
     with contextlib.suppress(ProcessLookupError):
         # Not `waitpid`: the process need not be a child of this one.
         ended = os.pidfd_open(pid)
         try:
-            kill(pid)
+            if kills:
+                kill(pid)
             poll = select.poll()  # `select.select` allows no descriptor above 1023
             poll.register(ended, select.POLLIN)
-            poll.poll()
+            poll.poll(None if timeout_s is None else timeout_s * 1000)
         finally:
             os.close(ended)
+
+
+def _exiting() -> list[int]:
+    """Return the pids of this user's processes that are exiting."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            path = pathlib.Path("/proc", name)
+            flags = int(path.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[6])
+            if flags & _PF_EXITING and path.stat().st_uid == os.geteuid():
+                found.append(int(name))
+    return found
 
 
 def _marked(mark: bytes) -> list[int]:

@@ -5,6 +5,8 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,31 @@ def test_children_and_descendants_are_found_and_killed() -> None:
 def test_all_descendants_are_killed_also_in_other_sessions() -> None:
     done = subprocess.run([sys.executable, "-c", KILLS_ALL], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
+
+
+HOLDS_A_LARGE_FILE = """
+import os, time
+file = os.memfd_create("large")
+for _ in range(16):
+    os.write(file, bytes(1 << 24))
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_exiting_processes_have_ended_too_although_their_mark_is_gone() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_LARGE_FILE], env={**os.environ, "MARK": "exiting"}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        status, environment = Path(f"/proc/{process.pid}/status"), Path(f"/proc/{process.pid}/environ")
+        process.kill()
+        with suppress(ProcessLookupError):  # another way in which the kernel says that it is gone
+            while environment.read_bytes():
+                pass
+        kill_marked("MARK=exiting")
+        assert "State:\tZ" in status.read_text()
 
 
 def test_marked_processes_are_awaited_also_with_many_open_files() -> None:
