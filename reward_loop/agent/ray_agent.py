@@ -64,7 +64,8 @@ class AsyncRewardAgent:
             group_size: the size of each group.
 
         Raises:
-            ConfigError: the batch does not divide into these groups, or a group's uids differ in part.
+            ConfigError: the batch does not divide into these groups, or uids occur twice and a group is not all samples
+                of one uid.
         """
         if self._agent.loop is None:
             await self._agent.__aenter__()
@@ -152,12 +153,18 @@ class _Submitted:
 
 
 def _check_groups(data: Any, group_size: int) -> None:
-    """Raise an error if samples with one uid, as verl gives those of a prompt, are not neighbours."""
-    uids = data.non_tensor_batch.get("uid", ()) if hasattr(data, "batch") else [sample.uid for sample in data]
+    """Raise an error unless each group has all samples of one uid, as verl gives those of a prompt the same one."""
+    given = data.non_tensor_batch.get("uid", ()) if hasattr(data, "batch") else [sample.uid for sample in data]
+    uids = list(given)
+    if None in uids or len(set(uids)) == len(uids):  # then they do not name prompts
+        return
+    seen: set[Any] = set()
     for first in range(0, len(uids), max(1, group_size)):
         found = set(uids[first : first + group_size])
-        if 1 < len(found) < group_size:
+        if len(found) > 1 or found & seen:
             raise ConfigError(
-                f"the group of samples {first} to {first + group_size - 1} has the uids {listing(map(str, found))}: "
-                "put the samples of a prompt next to each other, or give another group_size"
+                f"the group of samples {first} to {first + group_size - 1} is not all samples of one uid (it has "
+                f"{listing(map(str, found))}): put the samples of a prompt next to each other, or give another "
+                "group_size"
             )
+        seen |= found

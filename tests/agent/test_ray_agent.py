@@ -54,10 +54,12 @@ async def test_the_last_chunk_may_be_smaller_and_a_hook_gets_it():
 
 async def test_the_samples_of_a_prompt_are_neighbours():
     agent = AsyncRewardAgent(lambda solution_str: float(solution_str))
-    for uids in ("aaab", "abcb"):
+    # The last three would hand out parts of prompts, whose advantages would be wrong.
+    for uids, size in (("aaab", 4), ("abcb", 4), ("abab", 2), ("aaaa", 2), ("aabb", 1)):
         with pytest.raises(ConfigError, match=r"put the samples of a prompt next to each other"):
-            await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in uids], group_size=4)
-    assert await agent.compute_reward_pipeline([RewardSample("1", uid=uid) for uid in "aabb"], group_size=2) == 4
+            await agent.compute_reward_pipeline([RewardSample("", uid=uid) for uid in uids], group_size=size)
+    for uids in ("aabb", "abcd"):
+        assert await agent.compute_reward_pipeline([RewardSample("1", uid=uid) for uid in uids], group_size=2) == 4
 
 
 async def test_invalid_sizes_and_calls_are_refused():
