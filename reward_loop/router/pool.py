@@ -507,13 +507,16 @@ _KIND_OF_PATH: dict[str, Kind] = {
     "/v1/classify": "discriminative",
     "/pooling": "discriminative",
     "/v1/pooling": "discriminative",
-    # Not /v1/score and /v1/rerank: generative SGLang servers answer them, too.
     "/score": "discriminative",
     "/rerank": "discriminative",
     "/v2/rerank": "discriminative",
     "/v1/embeddings": "discriminative",
 }
 """The kind of request for each known path. Requests with other paths go to any server."""
+
+# Generative SGLang servers answer the last two, too.
+_NEEDS_MODEL = frozenset({*_KIND_OF_PATH, "/v1/score", "/v1/rerank"})
+"""The paths whose requests must name the model if there are several: another one would answer with other scores."""
 
 _ROUTE_OF_PATH = {path: Route(kind=kind) for path, kind in _KIND_OF_PATH.items()}
 
@@ -565,7 +568,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: Kind | None, body: bytes)
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         # A path that the router does not know may have any body; the server decides.
-        if kind is None:
+        if path not in _NEEDS_MODEL:
             return ANY
         # Refused here: the request could reach a server of another model, or crash one.
         raise Refusal(400, f"the body is not JSON: {error}") from None
@@ -573,7 +576,7 @@ def _route_by_body(pool: BackendPool, path: str, kind: Kind | None, body: bytes)
     if not isinstance(model, str):
         model = None
     if pool.several_models:
-        if model is None and kind is not None:
+        if model is None and path in _NEEDS_MODEL:
             raise Refusal(400, f"the field 'model' is missing; available models: {_names(pool)}", param="model")
         if model is not None and not pool.group(Route(model)).members:
             raise UnknownModelError(model, _names(pool))

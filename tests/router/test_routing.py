@@ -42,6 +42,16 @@ async def test_requests_go_by_the_model_that_they_name() -> None:
         assert (await refusal(pool, CHAT, b"[1]"))[0] == 400
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
+async def test_reranking_names_its_model_if_there_are_several(path: str) -> None:
+    rerankers = [SCORER, BackendConfig(url="http://c:1", models=("other",), kind="discriminative")]
+    async with BackendPool(rerankers, well) as pool:
+        status, message = await refusal(pool, path, b'{"query": "q", "documents": ["d"]}')
+        assert (status, message) == (400, "the field 'model' is missing; available models: other, scorer")
+        assert (await refusal(pool, path, b"{"))[0] == 400
+        assert route(pool, path, b'{"model": "scorer"}') == ("scorer", None)
+
+
 async def test_a_server_is_not_asked_for_what_it_cannot_do() -> None:
     async with BackendPool([JUDGE, SCORER], well) as pool:
         status, message = await refusal(pool, CHAT, b'{"model": "scorer"}')
