@@ -45,6 +45,9 @@ _KEEP_ALIVE_S = 75
 """Idle connections are closed after this time, in seconds. It is longer than clients keep them, so that the client
 closes them, not the server."""
 
+_DEAD_AFTER_S = 120
+"""The kernel closes connections to machines that do not answer any more after this time, in seconds."""
+
 _SAME_S = 1.0
 """After a signal, further signals are ignored for this time in seconds: launchers may send several at once."""
 
@@ -58,7 +61,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Thousands of samples may connect at once. Beyond the backlog, the kernel drops connections, and clients try again
     # after seconds.
-    return socket.create_server((host, port), family=family, backlog=4096)
+    listener = socket.create_server((host, port), family=family, backlog=4096)
+    # Accepted connections inherit these: a client whose machine dies would keep its connection and file descriptor.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 10)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    return listener
 
 
 def reserve(host: str) -> socket.socket:

@@ -73,6 +73,16 @@ def test_the_key_is_that_of_the_environment_variable(monkeypatch: pytest.MonkeyP
             api_key(name)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connections_to_dead_machines_are_closed_by_the_kernel(host: str) -> None:
+    with listen(host) as listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            assert [accepted.getsockopt(socket.IPPROTO_TCP, name) for name in names] == [60, 12, 5]
+
+
 def test_an_address_needs_a_key_beyond_loopback_and_a_free_port() -> None:
     with pytest.raises(ConfigError, match="--api-key-env"):
         open_listener("0.0.0.0", 0, None)
