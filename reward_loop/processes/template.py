@@ -28,6 +28,7 @@ import gc
 import os
 import pickle
 import re
+import resource
 import select
 import signal
 import socket
@@ -213,6 +214,8 @@ class _Forks:
         # If memory runs out, the kernel must kill a child, not the trainer.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
+        # A core of each crash, which containers often allow, could fill the disk with the records.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def _kill(self, fd: int) -> None:
         """Kill the child of a connection that the pool has shut down."""

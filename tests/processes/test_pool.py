@@ -2,6 +2,7 @@ import asyncio
 import functools
 import gc
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -616,3 +617,13 @@ async def test_errors_have_the_fields_of_their_message(one):
     assert (error.sample_uid, error.function, error.attempts, error.retry_after) == ("u7", one.name, 4, 0.0)
     assert str(error) == f"sample u7: {one.name} was called 4 times; the last call {error.problem}"
     assert error.problem.startswith("raised StatusError: the service says no\n")
+
+
+async def test_a_crash_leaves_no_core(isolate):
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        allowed = isolate(lambda: resource.getrlimit(resource.RLIMIT_CORE)[0])
+        assert (await allowed(RewardSample(""))).score == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
