@@ -50,8 +50,8 @@ _MAX_RESENDS = 1
 outage: see the table in `scoring/retry.py`."""
 
 _SYN_RETRIES = 3
-"""How often the kernel repeats the request for a connection: after 1, 3 and 7 s. An address that has not answered after
-15 s counts as unreachable."""
+"""How often the kernel repeats the request for a connection. An address that has not answered after 15 s counts as
+unreachable; since Linux 6.5, which first repeats it four times at intervals of a second, after 19 s."""
 
 _KEEPALIVE_S = 3.0  # uvicorn, which vLLM and SGLang run in, closes idle connections after 5 s
 

@@ -9,9 +9,9 @@ A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), o
 router, and another one is up                  another server                       its retry budget
 A connection to ``host:port`` was lost         `client/http.py`, the request        once
 408, 409, 425, 5xx, or an unusable answer, to  the client (`client/http.py`),       ``retry.max_attempts`` requests, or
-a request of `reward_loop.client`              the request                          ``attempts`` of a `JudgeAddress`
+a request of `reward_loop.client`              the request                          ``attempts`` of a `Judge`
 429, 529 or ``Retry-After``: a busy service    the function: its permits must be    ``retry.max_seconds``
-                                               free meanwhile. Only a `JudgeAddress` with
+                                               free meanwhile. Only a `Judge` with
                                                ``attempts`` repeats its request first
 The judge cannot be reached                    the function, after the outage       ``outage_timeout_s``
 (`limits/outages.py`); a gateway's 502, 503,
