@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class Index:
             ``None`` if the file has been deleted or changed.
         """
         needle = encode(next(iter(fields.values())))
-        for content in self._contents(chunk):
+        for content in self._contents(self.rows(_PARTS, [chunk])):
             at = -1
             while (at := content.find(needle, at + 1)) >= 0:
                 row = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at) + 1])
@@ -164,22 +164,22 @@ class Index:
         Args:
             chosen: the samples; by default all.
         """
-        with self.cursor() as cursor:
-            cursor.execute(_LAST)
+        with self.cursor() as cursor:  # the only one: a thread that waits for a second one could wait for ever
+            cursor.execute(_LAST.format(where=chosen.where), chosen.parameters)
             query = f"SELECT DISTINCT chunk FROM samples WHERE {chosen.where} ORDER BY chunk"
             chunks = [row["chunk"] for row in rows_of(cursor, query, chosen.parameters)]
             for chunk in chunks:
                 query = _OF_CHUNK.format(where=chosen.where)
                 known = {_key(row): row for row in rows_of(cursor, query, [chunk, *chosen.parameters])}
-                for content in self._contents(chunk):
+                for content in self._contents(rows_of(cursor, _PARTS, [chunk])):
                     for line in content.splitlines(keepends=True):
                         row = parse_line(line) or {}
                         if row.get("kind") == SAMPLE and (now := known.get(_key(row))) is not None:
                             yield row | {name: now[name] for name in _BOOKED if now[name] is not None}
 
-    def _contents(self, chunk: int) -> Iterator[bytes]:
+    def _contents(self, parts: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
         """Yield the parts of the files that are a chunk."""
-        for part in self.rows("SELECT name, start, bytes FROM chunks WHERE chunk = ?", [chunk]):
+        for part in parts:
             with contextlib.suppress(OSError), (self.folder / part["name"]).open("rb") as file:
                 file.seek(part["start"])
                 yield file.read(part["bytes"])
@@ -314,9 +314,14 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, float]:
 _BOOKED = ("step", "generated_step", "advantage")
 """The fields of a row that later rows decide."""
 
+_PARTS = "SELECT name, start, bytes FROM chunks WHERE chunk = ?"
+
 _LAST = """
 CREATE OR REPLACE TEMP TABLE last AS SELECT samples.rowid AS target, found.advantage
-FROM samples JOIN (SELECT uid, arg_max(advantage, time) AS advantage FROM advantages GROUP BY uid) AS found USING (uid)
+FROM samples JOIN (
+    SELECT uid, arg_max(advantage, time) AS advantage FROM advantages
+    WHERE uid IN (SELECT uid FROM samples WHERE {where}) GROUP BY uid
+) AS found USING (uid)
 QUALIFY row_number() OVER (PARTITION BY uid ORDER BY samples.time DESC, id DESC) = 1
 """
 _OF_CHUNK = """

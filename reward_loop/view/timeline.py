@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -54,14 +56,13 @@ class Span:
         return self.end - self.start
 
 
-def rollout_spans(rollouts: Iterable[Row], rows: Iterable[Row]) -> Iterator[Span]:
+def rollout_spans(rollouts: Iterable[Row], ids: Mapping[str, str]) -> Iterator[Span]:
     """Yield the generation of each rollout, if its duration is known.
 
     Args:
         rollouts: events of rollouts.
-        rows: the rows of samples.
+        ids: the ID of the record of each uid, as far as it is known.
     """
-    ids = {row["uid"]: row["id"] for row in rows if row.get("uid") and row.get("id")}
     for event in rollouts:
         if event["end"] == event["start"]:  # scored in an own trainer, which has not recorded when it generated
             continue
@@ -122,6 +123,9 @@ def step_phases(events: Iterable[Row], step: int) -> list[Phase]:
     return nest(event for event in found if last is not None and event.get("process") == last.get("process"))
 
 
+_SCORED = "SELECT min(time - coalesce(total_s, 0)) AS since, max(time) AS until FROM samples WHERE step = ?"
+
+
 def near_steps(step: int) -> range:
     """Return the steps whose samples may be drawn in a step."""
     return range(step - OLDER, step + NEWER + 1)
@@ -142,7 +146,6 @@ def timeline(index: Index, step: int) -> dict[str, Any]:
     near = near_steps(step)
     bounds = (near[0], near[-1])
     chosen = SampleFilter().also("step BETWEEN ? AND ? OR generated_step BETWEEN ? AND ?", *bounds, *bounds)
-    rows: Sequence[Row] = list(index.records(chosen))
     by_kind: dict[str, list[Row]] = defaultdict(list)
     for event in read_events(index.folder, near):
         by_kind[event["kind"]].append(event)
@@ -150,28 +153,46 @@ def timeline(index: Index, step: int) -> dict[str, Any]:
     times = [(phase.start, phase.end) for phase in phases]
     if not times:
         times = [(event["start"], _end(event)) for event in by_kind[ROLLOUT] if event["step"] == step]
-        times += [(scoring_start(row), row["time"]) for row in rows if row.get("step") == step]
+        (scored,) = index.rows(_SCORED, [step])
+        times += [tuple(scored.values())] if scored["since"] is not None else []
     if not times:
         raise ConfigError(f"{index.folder} has no records of step {step}")
     start, end = min(begun for begun, _ in times), max(ended for _, ended in times)
     rollouts = [event for event in by_kind[ROLLOUT] if _end(event) >= start and event["start"] <= end]
-    rows = [row for row in rows if row["time"] >= start and scoring_start(row) <= end]
-    trainer = [phase for outer in phases for phase in outer.all() if phase.name != STEP]
-    spans = [
-        *(Span("trainer", TRAINER, phase.name, phase.start, phase.end) for phase in trainer),
-        *rollout_spans(rollouts, rows),
-        *judge_spans(rows),
+    uids = {str(event.get("uid")) for event in rollouts}
+    ids: dict[str, str] = {}
+    seen = 0
+
+    # One by one: a step may have a million samples, and few of their spans are drawn.
+    def others() -> Iterator[Span]:
+        nonlocal seen
+        for span in chain(of_samples(), rollout_spans(rollouts, ids)):  # in this order: samples have the IDs
+            seen += 1
+            yield span
+
+    def of_samples() -> Iterator[Span]:
+        # The index selects by the same times, or by slightly more.
+        for row in index.records(chosen.also("time >= ? AND time - coalesce(total_s, 0) <= ?", start, end)):
+            if row["time"] >= start and scoring_start(row) <= end:
+                if row.get("id") and (uid := row.get("uid")) in uids:
+                    ids[uid] = row["id"]
+                yield from judge_spans([row])
+
+    trainer = [
+        Span("trainer", TRAINER, phase.name, phase.start, phase.end)
+        for outer in phases
+        for phase in outer.all()
+        if phase.name != STEP
     ]
-    kept = _largest(spans)
+    longest = heapq.nlargest(max(0, MAX_SPANS - len(trainer)), others(), key=lambda span: span.seconds)
+    lanes = lanes_of([*trainer, *longest])
     return {
         "step": step,
         "start": start,
         "end": end,
-        "lanes": [
-            {"name": name, "kind": kind, "spans": list(map(_to_dict, spans))} for kind, name, spans in lanes_of(kept)
-        ],
+        "lanes": [{"name": name, "kind": kind, "spans": list(map(_to_dict, spans))} for kind, name, spans in lanes],
         "longest": longest_phase([phase for phase in phases if phase.name == STEP] or phases),  # without validation
-        "truncated": len(spans) - len(kept),
+        "truncated": seen - len(longest),
     }
 
 
@@ -184,13 +205,6 @@ def longest_phase(step: Sequence[Phase]) -> str | None:
     waited = "" if longest.waits_for is None else f", in which the trainer waited for {longest.waits_for}"
     share = f"{longest.seconds:.1f} s of {step[-1].end - step[0].start:.1f} s"
     return f"The longest phase was {longest.name}{waited}: {share}."
-
-
-def _largest(spans: Sequence[Span]) -> Sequence[Span]:
-    if len(spans) <= MAX_SPANS:
-        return spans
-    longest = sorted(spans, key=lambda span: (span.kind != "trainer", -span.seconds))
-    return longest[: max(MAX_SPANS, sum(span.kind == "trainer" for span in spans))]
 
 
 def lanes_of(spans: Iterable[Span]) -> list[tuple[Kind, str, list[Span]]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from reward_loop.errors import ConfigError
 from reward_loop.index import index as module
 from reward_loop.index.filters import SampleFilter
-from reward_loop.index.index import Index, IndexFailedError, open_index
+from reward_loop.index.index import CURSORS, Index, IndexFailedError, open_index
 from reward_loop.index.questions import run, steps
 from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import NoRecordsError, RecordsReader
@@ -505,3 +507,16 @@ def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(t
         "same_0": (1, 1, 0.5),
         "waiting_0": (None, 1, None),
     }
+
+
+def test_rows_are_read_while_other_threads_have_the_other_cursors(folder: Path) -> None:
+    write(folder, *(sample(f"s{i}", step=1, score=1.0) for i in range(3)))
+    found: list[str] = []
+    with open_index(folder) as index, contextlib.ExitStack() as cursors:
+        for _ in range(CURSORS - 1):
+            cursors.enter_context(index.cursor())
+        reader = threading.Thread(target=lambda: found.extend(row["uid"] for row in index.records()), daemon=True)
+        reader.start()
+        reader.join(60)
+        assert not reader.is_alive()
+    assert sorted(found) == ["s0", "s1", "s2"]
