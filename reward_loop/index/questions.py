@@ -324,7 +324,7 @@ def report(index: Index, price: Price | None = None, by: str | None = None) -> d
     parts = [] if by is None else [(value, summary) for value, summary in parts if value is not None]
     if by is not None and kept and not parts:
         raise ConfigError(f"--group-by: no sample has {by}. Components: {listing(run(index)['components'])}")
-    parts.sort(key=lambda part: (isinstance(part[0], str), part[0]))  # numbers before texts
+    parts.sort(key=lambda part: _rank(part[0]))
 
     def of(validate: bool) -> dict[str, Any]:
         summary = _united([step for step in kept if step["validate"] is validate])
@@ -381,11 +381,17 @@ def empty_report() -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a value of a field; those of components are JSON texts in the index, and numbers or texts here."""
+    """Return a value of a field; those of components are JSON texts in the index, and JSON values here."""
     try:
-        return orjson.loads(value) if name.startswith("components.") else value
+        found = orjson.loads(value) if name.startswith("components.") else value
     except orjson.JSONDecodeError:
         return value
+    return value if found is None else found  # the text "null"
+
+
+def _rank(value: Any) -> tuple[bool, float, str]:
+    """Return the key for the order of values: numbers, then all others by their texts."""
+    return (False, value, "") if isinstance(value, int | float) else (True, 0.0, str(value))
 
 
 # Of samples with the same uid, such as those of an environment, the first is compared with the first, and so on.
@@ -399,7 +405,7 @@ FROM ours FULL JOIN theirs USING (uid, number)
 _NUMBERED = """
 SELECT uid, row_number() OVER (PARTITION BY uid ORDER BY time, id) AS number, {value} AS value,
     CASE WHEN abs(score) <= {largest} THEN score END AS score
-FROM {table} WHERE NOT validate AND uid IS NOT NULL
+FROM {table} WHERE validate = {validate}
 """
 _DIFFERENCES = """
 SELECT {value} AS value, count(*) FILTER (is_pair) AS pairs, count(a) AS scored_a, count(b) AS scored_b,
@@ -417,7 +423,8 @@ ORDER BY abs(b - a) DESC, sample LIMIT {SHOWN}
 def compare(index: Index, other: Index, by: str) -> dict[str, Any]:
     """Compare the scores of two scorings of the same samples, which are joined by ``uid``.
 
-    If they have no sample in common, as two runs, only their means are compared.
+    If they have no sample in common, as two runs, only their means are compared. Samples of validation are compared
+    only if A has no others.
 
     Args:
         index: the first one, A.
@@ -425,14 +432,16 @@ def compare(index: Index, other: Index, by: str) -> dict[str, Any]:
         by: the field of A's samples by whose values they are compared; of B's, where A has none.
 
     Returns:
-        the comparison of all samples; ``parts`` has that of each value, and ``furthest`` the samples whose scores
-        differ most.
+        the comparison of all samples; ``validate`` says whether they are those of validation, ``parts`` has the
+        comparison of each value, and ``furthest`` the samples whose scores differ most.
 
     Raises:
         ConfigError: the field is unknown.
     """
+    validate = run(index)["training"] is None
     with index.beside(other) as (cursor, theirs):
-        of = [_NUMBERED.format(value=value_of(by), largest=LARGEST, table=table) for table in ("samples", theirs)]
+        fields = {"value": value_of(by), "largest": LARGEST, "validate": validate}
+        of = [_NUMBERED.format(**fields, table=table) for table in ("samples", theirs)]
         cursor.execute(_PAIRED.format(of_ours=of[0], of_theirs=of[1]))
         (whole,) = rows_of(cursor, _DIFFERENCES.format(value="NULL"))
         parts = rows_of(cursor, _DIFFERENCES.format(value="value"))
@@ -440,13 +449,15 @@ def compare(index: Index, other: Index, by: str) -> dict[str, Any]:
         cursor.execute("DROP TABLE paired")
     is_paired = whole["pairs"] > 0
     parts = [_difference(part, is_paired) for part in parts if part["value"] is not None]
-    return {**_difference(whole, is_paired), "by": by, "parts": parts, "furthest": furthest}
+    return {**_difference(whole, is_paired), "validate": validate, "by": by, "parts": parts, "furthest": furthest}
 
 
 def _difference(row: dict[str, Any], is_paired: bool) -> dict[str, Any]:
     """Return a comparison with the difference of the means, B - A, and its interval of 95 %."""
     variances, std = [row.pop(name) for name in ("variance_a", "variance_b")], row.pop("std")
     both = row["both"]
+    if row["correlation"] is not None and math.isnan(row["correlation"]):  # the scores of one are all equal
+        row["correlation"] = None
     if is_paired:
         error = None if std is None else std / math.sqrt(both)
     else:

@@ -239,6 +239,8 @@ def show_comparison(found: Values, folders: Sequence[Path], out: Console) -> Non
     """Print a comparison of `questions.compare`."""
     for name, folder in zip("AB", folders, strict=True):
         out.print(f"{name}: {escape(str(folder))}")
+    if found["validate"]:
+        out.print("samples of validation: A has no others")
     if found["pairs"]:
         agreement, correlation = found["agreement"], found["correlation"]
         out.print(

@@ -327,6 +327,37 @@ def test_two_scorings_are_joined_by_uid(tmp_path: Path) -> None:
     assert "b 0 1 1" in shown
 
 
+def test_samples_are_counted_by_a_component_whose_values_have_several_types(tmp_path: Path) -> None:
+    values = [2, "x", [1, 2], {"a": 1}, True, None, "null", 0.5]
+    rows = [sample(f"s{i}", step=1, score=1.0, components={"c": value}) for i, value in enumerate(values)]
+    found = summary(str(write(tmp_path / "r", *rows)), "--group-by", "components.c")
+    assert [part["value"] for part in found["parts"]] == [0.5, True, 2, [1, 2], "null", "x", {"a": 1}]
+
+
+def test_scorings_of_validation_are_compared_if_there_are_no_other_samples(tmp_path: Path) -> None:
+    folders = [
+        write(tmp_path / name, *(sample(f"s{i}", step=1, score=score, validate=True) for i in range(2)))
+        for name, score in (("a", 0.0), ("b", 1.0))
+    ]
+    found = summary(*map(str, folders))
+    assert (found["validate"], found["pairs"], found["difference"]) == (True, 2, 1.0)
+    assert found["correlation"] is None  # all scores of a folder are equal
+    shown = report(*map(str, folders))
+    assert "samples of validation: A has no others" in shown
+    assert "correlation -" in shown
+    training = write(tmp_path / "c", sample("s0", step=1, score=1.0), sample("s1", step=1, score=0.0, validate=True))
+    assert summary(str(training), str(folders[1]))["pairs"] == 0
+
+
+def test_samples_without_a_uid_count_in_the_means_of_a_comparison(tmp_path: Path) -> None:
+    folders = [
+        write(tmp_path / name, *(sample(f"s{i}", score=score) | {"uid": None} for i in range(2)))
+        for name, score in (("a", 0.0), ("b", 1.0))
+    ]
+    found = summary(*map(str, folders))
+    assert (found["pairs"], found["scored_a"], found["scored_b"], found["difference"]) == (0, 2, 2, 1.0)
+
+
 def test_two_runs_without_a_common_sample_are_compared_by_their_means(tmp_path: Path) -> None:
     first, second = (
         write(tmp_path / name, *(sample(f"{name}{i}", step=1, score=float(i % 2 or base)) for i in range(4)))
