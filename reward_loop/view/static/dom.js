@@ -17,7 +17,7 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Returns an element with a custom property of CSS, such as the width of a bar. */
+/** Returns an element with a custom property of CSS, such as a colour. */
 export function withProperty(element, name, value) {
   element.style.setProperty(name, value);
   return element;
