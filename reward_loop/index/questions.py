@@ -410,6 +410,7 @@ FROM {table} WHERE validate = {validate}
 _DIFFERENCES = """
 SELECT {value} AS value, count(*) FILTER (is_pair) AS pairs, count(a) AS scored_a, count(b) AS scored_b,
     avg(a) AS mean_a, avg(b) AS mean_b, var_samp(a) AS variance_a, var_samp(b) AS variance_b,
+    avg(a) FILTER (b IS NOT NULL) AS paired_a, avg(b) FILTER (a IS NOT NULL) AS paired_b,
     count(a + b) AS both, avg(b - a) AS difference, stddev_samp(b - a) AS std,
     count(*) FILTER (abs(b - a) <= 1e-9) AS equal, corr(a, b) AS correlation
 FROM paired GROUP BY ALL ORDER BY value
@@ -453,12 +454,17 @@ def compare(index: Index, other: Index, by: str) -> dict[str, Any]:
 
 
 def _difference(row: dict[str, Any], is_paired: bool) -> dict[str, Any]:
-    """Return a comparison with the difference of the means, B - A, and its interval of 95 %."""
+    """Return a comparison with the difference of the means, B - A, and its interval of 95 %.
+
+    With samples in both, means and difference are those of the samples with two scores.
+    """
     variances, std = [row.pop(name) for name in ("variance_a", "variance_b")], row.pop("std")
-    both = row["both"]
+    means, both = (row.pop("paired_a"), row.pop("paired_b")), row["both"]
     if row["correlation"] is not None and math.isnan(row["correlation"]):  # the scores of one are all equal
         row["correlation"] = None
     if is_paired:
+        if both:  # of the same samples, as their difference is
+            row["mean_a"], row["mean_b"] = means
         error = None if std is None else std / math.sqrt(both)
     else:
         known = row["scored_a"] and row["scored_b"]

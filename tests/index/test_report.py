@@ -318,6 +318,9 @@ def test_two_scorings_are_joined_by_uid(tmp_path: Path) -> None:
     found = summary(*map(str, folders))
     assert (found["pairs"], found["both"], found["agreement"]) == (5, 4, 0.5)
     assert found["difference"] == pytest.approx(1.25 / 4)
+    # Of the same four samples, without "d", which has no score in B, and "only a".
+    assert (found["mean_a"], found["mean_b"]) == (pytest.approx(2.5 / 4), pytest.approx(3.75 / 4))
+    assert (found["scored_a"], found["scored_b"]) == (6, 4)
     low, high = found["interval"]
     assert (low + high) / 2 == pytest.approx(found["difference"])
     assert [(part["value"], part["difference"]) for part in found["parts"]] == [(1, 0.5), (2, pytest.approx(0.125))]
