@@ -13,7 +13,7 @@ from typing import IO, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-__all__ = ["WIDE", "console", "reserve_stdout"]
+__all__ = ["WIDE", "console", "printable", "reserve_stdout"]
 
 
 @contextlib.contextmanager
@@ -72,10 +72,10 @@ class _Console(Console):
             if segment.control or not _UNSAFE.search(segment.text):
                 yield segment
             else:
-                yield Segment(_printable(segment.text), segment.style)
+                yield Segment(printable(segment.text), segment.style)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text with escapes in place of the characters that a terminal may obey."""
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from reward_loop._util.json import encode
-from reward_loop._util.standard_streams import WIDE, console
+from reward_loop._util.standard_streams import WIDE, console, printable
 from reward_loop._util.text import counted, duration, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.index.phases import StepTimes
@@ -130,7 +130,7 @@ def _show_samples(found: Values, out: Console) -> None:
     if found["stopped"]:
         table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
     slowest = ", ".join(f"{one['sample']} {duration(one['seconds'])}" for one in found["slowest"])
-    table.add_row("slowest", escape(slowest) or "none")
+    table.add_row("slowest", escape(printable(slowest)) or "none")
     if found["reported_cost"] is not None:
         table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
     out.print(table)
@@ -273,7 +273,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Conso
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
     for name, *values in rows:
-        table.add_row(escape(str(name)), *map(_number, values))
+        # Before the table measures it: the console shows escapes, which are longer, and would be cut.
+        table.add_row(escape(printable(str(name))), *map(_number, values))
     out.print()
     # On a narrow terminal, lines may be longer than it is wide: a cut name or number is another one.
     needed = Measurement.get(out, out.options.update(max_width=WIDE), table).maximum

@@ -225,6 +225,13 @@ def test_hostile_texts_do_not_reach_the_terminal_as_markup(tmp_path: Path) -> No
     assert "[bold]f[/] raised" in shown
 
 
+def test_control_characters_in_names_are_shown_whole(tmp_path: Path) -> None:
+    name = "\x1b[31mred\x1b[0m"
+    shown = report(str(write(tmp_path / "r", sample(name, score=1.0, components={name: 1.0}, total_s=2.0))))
+    assert shown.count(r"\x1b[31mred\x1b[0m ") == 2
+    assert r"\x1b[31mred\x1b[0m 2 s" in shown
+
+
 def test_numbers_whose_squares_are_beyond_the_range_of_float_are_left_out(tmp_path: Path) -> None:
     scores = (2.0, 1.5e308, -1e200, None)
     rows = [sample(f"{i}", score=score, step=i % 2, components={"c": score}) for i, score in enumerate(scores)]
