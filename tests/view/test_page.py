@@ -434,6 +434,7 @@ def test_training_and_validation_are_apart_on_every_page(
         judge = {"id": f"e{i}", "model": "grader", "url": "u", "seconds": 1.0, "score": verdict}
         silent = {"id": f"s{i}", "model": "silent", "url": "v", "seconds": 1.0, "unscored": "no verdict"}
         rows.append(made_up.row(f"a_{i}", 0.0, 1.0, step=1, reward=10.0, judges=[judge, silent]))
+    rows.append(made_up.row("ahead_0", 0.0, 1.0, step=None, reward=10.0, judges=[{**rows[0]["judges"][0], "id": "e9"}]))
     rows += [made_up.row(f"v{i}_0", 0.0, 1.0, step=1, reward=0.5, validate=True) for i in range(3)]
     made_up.write(tmp_path / "run", [], rows)
     problems: list[str] = []
@@ -447,28 +448,33 @@ def test_training_and_validation_are_apart_on_every_page(
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto("/#/run")
         page.get_by_role("link", name="Validation").wait_for()
-        assert re.search(r"\b5\b", figure("Samples"))
+        assert re.search(r"\b6\b", figure("Samples"))
         assert "10.000" in figure("Reward, last step")
         page.get_by_role("link", name="Validation").click()
         page.wait_for_function("document.querySelector('.figures').innerText.includes('0.500')")
         assert re.search(r"\b3\b", figure("Samples"))
 
         page.goto("/#/samples")
-        page.wait_for_selector("text=5 samples of all steps")
+        page.wait_for_selector("text=6 samples of all steps")
         page.wait_for_selector(".pane.groups .tabulator-row")
-        assert page.locator(".pane.groups .tabulator-row").count() == 1
+        assert page.locator(".pane.groups .tabulator-row").count() == 2
         page.get_by_role("link", name="Validation").click()
         page.wait_for_selector("text=3 samples of all steps")
         page.wait_for_selector("text=v0")
         assert page.locator(".pane.groups .tabulator-row").count() == 3
         if target := os.environ.get("SCREENSHOT"):
             page.screenshot(path=f"{target.removesuffix('.png')}-samples.png", full_page=True)
+        page.locator(".pane.groups .tabulator-row", has_text="v0").click()
+        page.wait_for_selector("h1:has-text('Step 1') .tag:has-text('validation')")
+        page.wait_for_selector(".pane:not(.groups) .tabulator-row:has-text('v0_0')")
 
         page.goto("/#/judges")
         page.locator(".judge", has_text="grader").wait_for()
         without = page.locator(".judge", has_text="silent").locator("figure", has_text="Scores by step")
         assert "No values." in without.inner_text()
         assert without.locator("canvas").count() == 0
+        # The samples that no step has trained on yet are not in the charts.
+        assert "step 1" in page.locator(".judge", has_text="grader").locator("figure").first.inner_text()
         if target:
             page.screenshot(path=f"{target.removesuffix('.png')}-judges.png", full_page=True)
         page.get_by_role("link", name="Validation").click()

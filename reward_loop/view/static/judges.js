@@ -75,9 +75,10 @@ function longest({ seconds: { max }, slowest }) {
 }
 
 function card(row, charts) {
-  const steps = row.by_step.map((one) => one.step);
-  if (steps.every((step) => step === null)) return null;
-  const each = (read) => row.by_step.map((one) => read(one) ?? null);
+  const known = row.by_step.filter((one) => one.step !== null); // a chart has no place for the others
+  if (!known.length) return null;
+  const steps = known.map((one) => one.step);
+  const each = (read) => known.map((one) => read(one) ?? null);
   const add = (options, series) => {
     const chart = new Chart({ ...options, onStep: (step) => open("step", [step]) });
     charts.push({ draw: () => chart.show(steps, series), close: () => chart.close() });

@@ -53,7 +53,9 @@ export async function showSamples(view, route, run) {
       query: scope,
       onTotal: (total) => (totals.groups.textContent = count(total)),
       onGroup: ({ group, step: ofGroup }) =>
-        step === null ? open("step", [ofGroup], { group }) : form.set("group", query.group === group ? null : group),
+        step === null && ofGroup !== null
+          ? open("step", [ofGroup], { group, validate: showsValidation ? 1 : null })
+          : form.set("group", query.group === group ? null : group),
     }),
     samples: samplesTable(panes.samples, run, {
       steps: rows,
