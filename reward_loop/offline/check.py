@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import math
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from unittest import mock
@@ -47,6 +48,9 @@ _LOOK_S = 0.005
 _LINES = 8
 """Maximum number of kinds of answers that a finding lists."""
 _MALFORMED = '\x00\ufffd \\boxed{1 {{ ((( ``` <think> {"a": [1, "\u202e\U0001f600 #### $$ %s %d \\x \n\r\n\t'
+_NEW = ("{}\n(check)", "(check)\n{}", "(check)")
+"""New answers from a response: no cache knows them."""
+_ASKS_A_SERVICE = "nothing attacked: the function asks a service, which could cost money"
 _AWAIT = (
     "await slow calls (sync ones with `await asyncio.to_thread(...)`), or make it a plain `def`, which runs in a thread"
 )
@@ -343,23 +347,27 @@ class _Checks:
         if not attacked:
             self.find(name, "skipped", "nothing attacked: no row has a ground truth")
             return
-        if self.function.is_async:
-            if why := "programs could change this process" if has_programs else await self._asks_a_service():
-                self.find(name, "skipped", f"nothing attacked: the function is async, and {why}")
+        is_async = self.function.is_async
+        if is_async and has_programs:
+            text = "nothing attacked: the function is async, and programs could change this process"
+            self.find(name, "skipped", text)
+            return
+        if not is_async:
+            if not self.function.in_processes and await self._asks_a_service():
+                self.find(name, "skipped", _ASKS_A_SERVICE)
                 return
-        else:
             update |= {"isolation": "process", "calls_per_process": 1 if has_programs else _CALLS_PER_PROCESS}
         try:
             isolated = self.load(1, **update)
         except FunctionLoadError as error:
             self.find(name, "skipped", str(error))
             return
-        slots, end = asyncio.Semaphore(_CONCURRENCY), math.inf
+        slots, end, refused = asyncio.Semaphore(_CONCURRENCY), math.inf, list[str]()
 
         async def outcome(sample: RewardSample, answer: str) -> Outcome:
             nonlocal end
             async with slots:
-                if time.perf_counter() > end:
+                if refused or time.perf_counter() > end:
                     return NOT_CALLED
                 cut_off = None if sample.is_truncated is None else False
                 changed = replace(sample, solution_str=answer, group=None, turns=None, is_truncated=cut_off)
@@ -372,18 +380,30 @@ class _Checks:
             return await asyncio.gather(*(outcome(attacked[index], answer) for answer in answers))
 
         try:
-            self.report.attack = attack = await Attack(rows, score).run()
+            with contextlib.ExitStack() as stack:
+                if is_async:  # in this process: no answer may reach a service, also not the first that needs one
+                    refused = stack.enter_context(_failing_requests())
+                attack = await Attack(rows, score).run()
+            if refused:
+                self.find(name, "skipped", _ASKS_A_SERVICE)
+                return
+            self.report.attack = attack
             shown = ", ".join(shorten(rows[index].reference, 40) for index in attack.refused[:4])
             self.report.findings += _attack_findings(attack, shown)
             await self._elsewhere(isolated, attack.forms[0] if attack.forms else "{}")
         finally:
             await asyncio.to_thread(isolated.function.close)
 
-    async def _asks_a_service(self) -> str:
-        """Return what the function asks, if it is not a rule."""
+    async def _asks_a_service(self) -> bool:
+        """Return whether a sync function asks a service, which it may do only for some answers, or new ones."""
+        timeout = self.function.timeout
+        self.function.timeout = min(timeout or _ATTACK_TIMEOUT_S, _ATTACK_TIMEOUT_S)
+        # A cache may know the samples; a rule before the judge may accept them, or see no answer in a changed one.
+        tried = [replace(one, solution_str=text.format(one.solution_str)) for one in self.samples for text in _NEW]
         with _failing_requests() as refused:
-            await self._scored(self.samples if self.report.is_batched else self.samples[:1])
-        return "asks a service, which could cost money" if refused else ""
+            await self._each(self.scorer, [*self.samples, *tried])
+        self.function.timeout = timeout
+        return bool(refused)
 
     async def _elsewhere(self, isolated: Scorer, form: str) -> None:
         """Check that calls where runs call, and in the main thread of another process, have the same results."""
@@ -485,13 +505,13 @@ def _same(one: CheckedRow, other: CheckedRow) -> bool:
     return (one.outcome, one.score) == (other.outcome, other.score)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _failing_requests() -> Iterator[list[str]]:
     """Refuse all connections of this process to services, also those that are open. Yields the refused calls."""
     refused: list[str] = []
 
-    def failing(name: str) -> Callable[..., Any]:
-        usual = getattr(socket.socket, name)
+    def failing(kind: type, name: str) -> Callable[..., Any]:
+        usual = getattr(kind, name)
 
         def call(self: socket.socket, *arguments: Any) -> Any:
             if self.family not in (socket.AF_INET, socket.AF_INET6):
@@ -501,8 +521,11 @@ def _failing_requests() -> Iterator[list[str]]:
 
         return call
 
-    methods: Any = {name: failing(name) for name in ("connect", "connect_ex", "send", "sendall")}
-    with mock.patch.multiple(socket.socket, **methods):
+    with contextlib.ExitStack() as stack:
+        # TLS writes past the socket below it: without its own class, connections that are open would go on.
+        for kind in (socket.socket, ssl.SSLSocket):
+            methods: Any = {name: failing(kind, name) for name in ("connect", "connect_ex", "send", "sendall")}
+            stack.enter_context(mock.patch.multiple(kind, **methods))
         yield refused
 
 

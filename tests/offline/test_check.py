@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
 import re
 import signal
 import socket
+import ssl
 import threading
 import types
 from dataclasses import replace
@@ -309,24 +311,63 @@ async def async_substring(solution_str: str, ground_truth: list[str]) -> float:
     return float(ground_truth[0] in solution_str)
 
 
-async def test_an_async_rule_is_attacked_and_one_that_asks_a_service_is_not() -> None:
+async def test_an_async_rule_is_attacked() -> None:
     report, findings = await found(async_substring)
     assert findings["false positives"][0] == "problem"
     assert report.attack is not None
 
-    async with FakeJudge() as judge:
-        calls = itertools.count()
 
-        async def of_a_service(solution_str: str, ground_truth: list[str]) -> float:
-            next(calls)
-            return float((await chat_complete(judge.address, solution_str)).text == ground_truth[0])
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("asks", ["always", "if a rule refuses", "if no cache knows it"])
+async def test_a_function_that_asks_a_service_is_not_attacked(is_async: bool, asks: str) -> None:
+    """A call may cost money: a thousand answers must not reach a judge that was only asked for the samples."""
+    known: dict[str, float] = {}
+    listener = socket.create_server(("127.0.0.1", 0))
+    requests = itertools.count()
 
-        _, findings = await found(of_a_service)
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = listener.accept()
+                next(requests)
+                connection.close()
+
+    threading.Thread(target=accept, daemon=True).start()
+
+    def of_a_service(solution_str: str, ground_truth: list[str]) -> float:
+        if asks == "if a rule refuses" and solution_str.endswith(ground_truth[0]):
+            return 1.0
+        if asks == "if no cache knows it" and solution_str in known:
+            return known[solution_str]
+        socket.create_connection(listener.getsockname()).close()
+        known[solution_str] = score = float(solution_str.endswith(ground_truth[0]))
+        return score
+
+    async def awaited(solution_str: str, ground_truth: list[str]) -> float:
+        return await asyncio.to_thread(of_a_service, solution_str, ground_truth)
+
+    with listener:
+        report, findings = await found(awaited if is_async else of_a_service)
     assert findings["right and wrong answers"] == (
         "skipped",
-        "nothing attacked: the function is async, and asks a service, which could cost money",
+        "nothing attacked: the function asks a service, which could cost money",
     )
-    assert next(calls) < 100
+    assert report.attack is None
+    assert next(requests) < 50
+
+
+def test_open_connections_with_tls_are_refused_too() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connection,
+        ssl.create_default_context().wrap_socket(
+            connection, server_hostname="localhost", do_handshake_on_connect=False
+        ) as secure,
+        checks._failing_requests() as refused,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        secure.sendall(b"x")
+    assert refused == ["sendall"]
 
 
 def reads_no_usual_form(solution_str: str, ground_truth: list[str]) -> float:
