@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.verl import tq_rows
 from reward_loop.verl.options import SamplerOptions
 from reward_loop.verl.trainer import replay_buffer
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
@@ -58,7 +59,7 @@ def buffer(
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s))
+    return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s), 2)
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
@@ -223,6 +224,34 @@ def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(
     ours = finished(monkeypatch, {f"a_{i}_0": {"reward_outcome": "scored", "acc": value} for i in range(2)}, "acc")
     with pytest.raises(ConfigError, match=rf"filter_groups.metric=acc: rollout a_0 has the value {shown}"):
         ours._dapo_filtered_keys("train")
+
+
+def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
+    items: dict[str, dict] = {}
+    queue = SimpleNamespace(
+        kv_list=lambda partition_id=None: {"train": items},
+        kv_clear=lambda partition_id, keys: [items.pop(key) for key in keys],
+    )
+    monkeypatch.setattr(verls, "tq", queue)
+    monkeypatch.setattr(tq_rows, "tq", queue)
+    ours = buffer(ReplayBufferAsync)
+    submitted = 0
+
+    def submit(count: int) -> None:
+        # One rollout of each group fails after it was judged: the others are scored, and verl drops them all.
+        nonlocal submitted
+        assert submitted < 1000, "verl would replace them indefinitely"
+        for _ in range(count):
+            submitted += 1
+            status = "finished" if submitted == 30 else "failure"
+            items[f"p{submitted}"] = {"is_prompt": True, "global_steps": 1, "status": status, "error": "p_0: KeyError"}
+            items[f"p{submitted}_1_0"] = {"judged": [1, 2]}
+
+    ours.refill_fn = submit
+    submit(2)
+    with pytest.raises(RewardLoopError, match=r"3\d groups of rollouts failed in a row.*16 .*steps\. .* p_0: KeyError"):
+        ours.sample(1, "train", 2)
+    assert 60 < submitted < 66
 
 
 def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

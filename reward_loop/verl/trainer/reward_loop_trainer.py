@@ -97,7 +97,8 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @override
     def _build_replay_buffer(self) -> Any:
-        return extend(super()._build_replay_buffer(), self._settings.mode.sampler)
+        groups = self.config.data.train_batch_size
+        return extend(super()._build_replay_buffer(), self._settings.mode.sampler, groups)
 
     @override
     def _setup(self) -> None:
