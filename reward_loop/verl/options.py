@@ -76,12 +76,12 @@ class RewardQueueOptions(Config):
     capacity: int | None = Field(default=None, ge=1)
     """The largest number of rollouts that are being generated or wait for a judge. A prompt's rollouts start only when
     there is room for all of them. By default the number that verl has in flight: a training step's rollouts, and those
-    of `num_warmup_batches`."""
+    of `num_warmup_batches`. Each agent loop worker has room for one prompt's rollouts, also if that is more."""
 
     in_flight: int | None = Field(default=None, ge=1)
     """The largest number of rollouts that are judged at the same time, oldest first; the others wait in the queue. By
     default the rollouts of a training step. A rollout that is scored, and waits for others of its prompt, does not
-    count."""
+    count. Each agent loop worker has one at least, also if those are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, 
     # Rounded up, as `chunk` does, by which prompts are divided among the workers.
     of_a_step = math.ceil(batch_size / workers) * rollout.n
     of_warmup = math.ceil(batch_size * config.trainer.v1.separate_async.num_warmup_batches / workers) * rollout.n
-    # The user's numbers are rounded down, so that all workers together stay within them.
+    # The user's numbers are rounded down, so that all workers together stay within them, if each has work.
     return (
         of_a_step + of_warmup if options.capacity is None else max(rollout.n, options.capacity // workers),
         of_a_step if options.in_flight is None else max(1, options.in_flight // workers),
