@@ -143,6 +143,15 @@ def test_the_whole_response_is_read(source: str, answer: str, score: float, behi
     assert (found["score"] if isinstance(found, dict) else found) == score
 
 
+@pytest.mark.parametrize("behind", ["", "\n" + "Checked. " * 300])
+@pytest.mark.parametrize("answer", ["So \\boxed{1,000}.", "Answer: \\boxed{1,000}", "\\boxed{7}?\nAnswer: 1,000"])
+def test_what_a_reasoning_says_does_not_replace_the_answer_of_math_dapo(answer: str, behind: str) -> None:
+    """verl prefers an ``Answer:``, which it finds only in the last 300 characters."""
+    reasoning = "The last line is Answer: $Answer.\nAnswer: 7? No.\n" + "Let me think. " * 40
+    truth = "1,000" if answer.startswith("So") else "1000"
+    assert default_compute_score("math_dapo", f"{reasoning}\n{answer}{behind}", truth)["score"] == 1.0
+
+
 def verified(solution_str: str, ground_truth: str) -> float:
     from reward_loop.verl.workers.own_scorers import guard
 

@@ -127,6 +127,10 @@ def _unclip_gsm8k(gsm8k: Any) -> None:
     gsm8k._SOLUTION_CLIP_CHARS = sys.maxsize
 
 
+_WINDOW = 300
+"""The last characters of a response, which verl's `math_dapo` reads."""
+
+
 def _unclip_math_dapo(math_dapo: Any) -> None:
     def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Any = None) -> tuple[int, str | None]:
         boxed = math_dapo.last_boxed_only_string(pred)
@@ -136,7 +140,12 @@ def _unclip_math_dapo(math_dapo: Any) -> None:
     def compute_score(
         solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
     ) -> dict[str, Any]:
-        correct, pred = math_dapo.verify(solution_str, ground_truth, strict_box_verify, pause_tokens_index)
+        text = solution_str
+        if not strict_box_verify and (boxed := text.rfind("\\boxed{")) >= 0:
+            # verl prefers an `Answer:` to a box that stands behind it, which is right only for a near one: a reasoning
+            # says `Answer:` anywhere. Not before the line of the box, which may be `Answer: \boxed{5}`.
+            text = text[max(0, min(text.rfind("\n", 0, boxed) + 1, len(text) - _WINDOW)) :]
+        correct, pred = math_dapo.verify(text, ground_truth, strict_box_verify, pause_tokens_index)
         return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
     math_dapo.is_correct_strict_box = is_correct_strict_box
