@@ -19,11 +19,8 @@ from typer.testing import CliRunner
 
 from reward_loop._util.web_server import listen
 from reward_loop.cli import app
-from reward_loop.errors import ConfigError
 from reward_loop.records import Records
 from tests.support.recorded import OtherProcess, flushed, record
-
-pytest.importorskip("duckdb")
 
 MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
 
@@ -121,16 +118,3 @@ def test_a_port_that_is_in_use_is_an_error(folder: Path) -> None:
         done = CliRunner().invoke(app, ["view", str(folder), "--port", str(port)])
     assert done.exit_code == 2
     assert f"--port {port}" in done.output
-
-
-def test_without_duckdb_the_error_names_a_command_that_installs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from reward_loop.view.command import view
-
-    for module in [name for name in sys.modules if name.partition(".")[0] == "duckdb" or "reward_loop.view." in name]:
-        if module != "reward_loop.view.command":
-            monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(ConfigError, match="needs DuckDB: pip install duckdb"):
-        view(folder, port=0)
