@@ -29,13 +29,13 @@ def test_served_and_external_judges_have_places_for_each_replica(served: list[st
     external = ["reward_model.enable=True", "reward_model.model.path=x", *external]
     for overrides, places in ((served, 64), (external, 64), (small, 16)):
         limit = with_limits_of_models(resolved(*overrides)).options.limits[REWARD_MODEL]
-        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, places, 3600.0)
+        assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, places, None)
 
 
 def test_what_the_user_has_set_stays(served: list[str]) -> None:
     settings = resolved(*served, "+reward_loop.limits.reward_model.max_concurrent=5")
     limit = with_limits_of_models(settings).options.limits[REWARD_MODEL]
-    assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 5, 3600.0)
+    assert (limit.adaptive, limit.max_concurrent, limit.max_wait) == (False, 5, None)
 
 
 def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discriminative_model: Path) -> None:

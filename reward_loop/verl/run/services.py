@@ -82,12 +82,14 @@ def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
     assert model is not None
     options = type(settings.options)(**{**dict(settings.options), "models": model.requests()})
     settings = replace(settings, options=options)
+    # Without `max_wait`, so that a full judge fails no sample: a call waits only while others run; these have deadlines,
+    # and a worker that is lost gives its permits back (`Job.lose`).
     given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
     models = (model, *model.models.values())
     places = sum(
         min(PLACES, one.max_batch_size) * (len(one.urls) or one.replicas * one.data_parallel_size) for one in models
     )
-    limit = LimitConfig(**{"max_concurrent": places, **given})
+    limit = LimitConfig(**{"max_concurrent": places, "max_wait": None, **given})
     return replace(settings, options=options.model_copy(update={"limits": {**options.limits, REWARD_MODEL: limit}}))
 
 
