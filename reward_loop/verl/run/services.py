@@ -82,8 +82,8 @@ def with_limits_of_models(settings: RewardSettings) -> RewardSettings:
     assert model is not None
     options = type(settings.options)(**{**dict(settings.options), "models": model.requests()})
     settings = replace(settings, options=options)
-    # Without `max_wait`, so that a full judge fails no sample: a call waits only while others run; these have deadlines,
-    # and a worker that is lost gives its permits back (`Job.lose`).
+    # Without `max_wait`, so that a full judge fails no sample: a call waits while others run, which have deadlines.
+    # A worker that is lost gives its permits back (`Job.lose`).
     given = options.limits[REWARD_MODEL].model_dump(exclude_unset=True) if REWARD_MODEL in options.limits else {}
     models = (model, *model.models.values())
     places = sum(
