@@ -17,7 +17,7 @@ export async function showSamples(view, route, run) {
   const showsValidation = isValidation({ validate }, run);
   const { rows } = await get("steps", { validate: showsValidation });
   const row = rows.find((one) => String(one.step) === step);
-  const scope = { step, validate: "where.uid" in query ? null : showsValidation };
+  const scope = { step, validate: showsValidation };
   const order_ = { sort, order };
 
   const totals = { groups: el("span", { class: "total" }), samples: el("span", { class: "total" }) };
@@ -60,8 +60,7 @@ export async function showSamples(view, route, run) {
     samples: samplesTable(panes.samples, run, {
       steps: rows,
       query: () => ({ ...scope, ...query }),
-      sort,
-      order,
+      ...order_,
       onTotal: (total) => (totals.samples.textContent = count(total)),
       onSort: (field, direction) => (Object.assign(order_, { sort: field, order: direction }), remember()),
     }),
