@@ -75,7 +75,7 @@ class AttackedRow:
         """Return whether an answer is a reference, or an equal text, in the form that the function accepts."""
         head, _, tail = self.form.partition("{}")
         within, texts = answer.removeprefix(head).removesuffix(tail), (self.text, *texts_of(self.reference))
-        if self.type == "json":  # where spaces are no matter, but case is
+        if self.type == "json":  # spaces do not matter, case does
             return within in texts
         said = plain(within)
         return any(said == plain(text) or answer == self.put(text) for text in texts)

@@ -408,7 +408,7 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
 
     Args:
         value: the value.
-        objects: whether objects that are no containers are copied, too.
+        objects: whether other objects than containers are copied, too.
 
     Raises:
         RecursionError: the value is nested too deeply, or contains itself.

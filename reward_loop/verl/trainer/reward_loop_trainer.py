@@ -339,7 +339,7 @@ class RewardLoopTrainer(RecordingTrainer):
         advantages and losses, with the score 0.
 
         Raises:
-            NothingToLearnError: there is no such row.
+            NothingToLearnError: no row is left to train on.
             RewardLoopError: the run must stop because of a reward.
         """
         if batch.partition_id == "val":
@@ -358,7 +358,7 @@ class RewardLoopTrainer(RecordingTrainer):
         Adds the rewards to those of the step.
 
         Raises:
-            NothingToLearnError: there is no such row.
+            NothingToLearnError: no row is left to train on.
         """
         rewards = read_rewards(batch)
         # Masked rows too: the metrics of the step count outcomes of all samples.
