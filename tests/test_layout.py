@@ -36,7 +36,7 @@ HOMES = {
     "ray": RAY,
     "torch": MODELS,
     "transformers": MODELS,
-    "numpy": ["verl", "health.py", "agent/ray_agent.py", "verl/decoding.py"],
+    "numpy": ["verl", "health.py", "agent/ray_agent.py", "verl/samples.py"],
     "pyarrow": ["offline/inputs.py"],
     "duckdb": ["index"],
     "trl": ["adapters/trl"],

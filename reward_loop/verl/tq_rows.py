@@ -24,9 +24,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.types import Reward
-from reward_loop.verl.samples import TURNS, VALIDATE
+from reward_loop.verl.samples import FAILURE, TURNS, VALIDATE, final_outputs, session_of, uid_of
 from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
-from reward_loop.verl.trajectory_keys import FAILURE, final_outputs, session_of, uid_of
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""

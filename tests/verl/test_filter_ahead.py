@@ -79,7 +79,7 @@ class Rollout:
         too_old = {uid for uid, prompt in judged.items() if prompt.step < step - 1} - filtered
         self.drop(filtered | too_old)
         metrics["evicted"] = metrics.get("evicted", 0) + len(too_old)
-        return Evicted(filtered | too_old, len(filtered), 0)
+        return Evicted(filtered | too_old, len(filtered))
 
     def drop(self, uids: set[str]) -> None:
         for uid in uids:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -20,11 +19,7 @@ from reward_loop.view.app import create_app
 from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (
     check_events,
-    check_failure_line,
     check_outage,
-    check_reward_metrics,
-    check_scores,
-    expected_advantages,
     groups,
     texts,
 )
@@ -90,15 +85,6 @@ def test_every_sample_is_scored_and_trained_on_exactly_once(run: Run) -> None:
     assert texts([call for call in run.calls if call["split"] == "train"]) == texts(seen)
 
 
-def test_the_advantage_is_that_of_the_returned_scores(run: Run) -> None:
-    for step in range(1, 5):
-        check_scores(run.rollouts(step))
-        check_reward_metrics(run.steps[step], run.rollouts(step))
-        advantages = expected_advantages(run.rollouts(step))
-        assert run.steps[step]["critic/advantages/max"] == pytest.approx(max(advantages), abs=1e-4)
-        assert run.steps[step]["critic/advantages/min"] == pytest.approx(min(advantages), abs=1e-4)
-
-
 def test_rollouts_are_one_step_old_and_verl_corrects_for_it(run: Run) -> None:
     steps = [run.steps[step] for step in range(1, 5)]
     assert [metrics["reward_pipeline/off_policy_steps"] for metrics in steps] == [0, 1, 1, 1]
@@ -107,26 +93,6 @@ def test_rollouts_are_one_step_old_and_verl_corrects_for_it(run: Run) -> None:
     # The mean of the weights is close to 1 whatever the policies are; their spread is not.
     spreads = [step["rollout_corr/rollout_is_max"] - step["rollout_corr/rollout_is_min"] for step in steps]
     assert spreads[0] < 1e-3 < max(spreads[1:])
-
-
-def test_the_learning_rate_moves_on_at_each_update_call(run: Run) -> None:
-    calls = 0
-    for step in range(1, 5):
-        before, calls = calls, calls + int(run.steps[step]["reward_pipeline/update_calls"])
-        for model, warm_up in (("actor", 16), ("critic", 8)):
-            # verl logs the rate after each call; the metric is their mean.
-            first, last = (min(1.0, count / warm_up) * 1e-3 for count in (before + 1, calls))
-            assert first - 1e-9 <= run.steps[step][f"{model}/lr"] <= last + 1e-9
-    assert calls > 4
-
-
-def test_a_critic_learns_beside_the_actor(run: Run) -> None:
-    # Its loss goes down in the long run, and not in each of a few steps.
-    for step in range(1, 5):
-        assert 0 < run.steps[step]["critic/vf_loss"] < math.inf
-        assert 0 < run.steps[step]["critic/grad_norm"] < math.inf
-    # Values are predicted before the update, from what was learnt so far.
-    assert run.steps[1]["critic/values/mean"] != run.steps[4]["critic/values/mean"]
 
 
 def test_the_parts_of_a_step_add_up_to_its_seconds(run: Run) -> None:
@@ -144,7 +110,6 @@ def test_the_parts_of_a_step_add_up_to_its_seconds(run: Run) -> None:
     assert run.steps[1]["reward_pipeline/update_calls"] > 1
     assert run.steps[1]["reward_pipeline/judging_s"] > 0
     assert [run.steps[step]["reward_pipeline/prompts_ahead"] for step in range(1, 5)] == [8, 8, 8, 0]
-    assert run.steps[4]["reward_pipeline/rewards_pending"] == 0
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
@@ -186,11 +151,6 @@ def test_rows_have_the_step_that_trains_on_them_before_it_is_over(run: Run) -> N
     assert Counter((row["step"], row["generated_step"]) for row in written).keys() == {(1, 1), (2, 1), (3, 2), (4, 3)}
     trained = {row["uid"]: row["step"] for row in rows if row["kind"] == "advantage"}
     assert {row["uid"]: row["step"] for row in written} == trained
-
-
-def test_the_console_has_one_line_for_each_step_with_failures(run: Run) -> None:
-    for step in range(1, 5):
-        check_failure_line(run, f"step {step}", run.steps[step])
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +202,3 @@ def test_prompts_are_begun_ahead_of_the_filter_and_the_next_step_trains_on_the_s
         # The groups that are left are the oldest of the next step, except those that the filter removes.
         assert step["reward_pipeline/off_policy_steps"] <= bool(before["reward_pipeline/prompts_ahead"])
     assert any(step["reward_pipeline/off_policy_share"] for step in steps)
-
-
-def test_groups_of_any_size_are_trained_on(picky_run: Run) -> None:
-    sizes = [len(group) for step in range(1, 5) for group in groups(picky_run.rollouts(step)).values()]
-    assert {3, 4, 5} <= set(sizes)
-    for step in range(1, 5):
-        assert picky_run.steps[step]["reward_pipeline/update_calls"] >= 1
-        assert picky_run.steps[step]["actor/grad_norm"] > 0

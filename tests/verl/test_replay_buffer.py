@@ -13,7 +13,6 @@ from verl.trainer.ppo.v1 import replay_buffer as verls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.verl import tq_rows
 from reward_loop.verl.options import SamplerOptions
 from reward_loop.verl.trainer import replay_buffer
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
@@ -59,7 +58,7 @@ def buffer(
         refill_fn=lambda count: None,
         filter_groups_metric=metric,
     )
-    return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s), 2)
+    return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s))
 
 
 def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
@@ -107,15 +106,6 @@ def test_an_error_of_a_check_ends_the_wait(clock: Clock) -> None:
     with pytest.raises(RewardLoopError, match="too many failures"):
         poll(watched, 9)
     assert len(clock.pauses) == 4
-
-
-def test_the_polling_interval_is_ours_and_verls_attribute_stays(clock: Clock) -> None:
-    """verl's `separate_async` compares the time of a wait with `poll_interval` to find idle steps."""
-    polled = buffer(ReplayBufferAsync)
-    assert polled.poll_interval == 2.0
-    poll(polled, 2)
-    assert clock.pauses == [0.2, 0.2]
-    assert polled.poll_interval == 2.0
 
 
 def test_the_buffer_keeps_verls_class_and_state() -> None:
@@ -226,34 +216,6 @@ def test_a_value_that_is_not_a_number_ends_the_run_with_its_name(
         ours._dapo_filtered_keys("train")
 
 
-def test_groups_that_always_fail_are_not_replaced_indefinitely(monkeypatch: pytest.MonkeyPatch) -> None:
-    items: dict[str, dict] = {}
-    queue = SimpleNamespace(
-        kv_list=lambda partition_id=None: {"train": items},
-        kv_clear=lambda partition_id, keys: [items.pop(key) for key in keys],
-    )
-    monkeypatch.setattr(verls, "tq", queue)
-    monkeypatch.setattr(tq_rows, "tq", queue)
-    ours = buffer(ReplayBufferAsync)
-    submitted = 0
-
-    def submit(count: int) -> None:
-        # One rollout of each group fails after it was judged: the others are scored, and verl drops them all.
-        nonlocal submitted
-        assert submitted < 1000, "verl would replace them indefinitely"
-        for _ in range(count):
-            submitted += 1
-            status = "finished" if submitted == 30 else "failure"
-            items[f"p{submitted}"] = {"is_prompt": True, "global_steps": 1, "status": status, "error": "p_0: KeyError"}
-            items[f"p{submitted}_1_0"] = {"judged": [1, 2]}
-
-    ours.refill_fn = submit
-    submit(2)
-    with pytest.raises(RewardLoopError, match=r"3\d groups of rollouts failed in a row.*16 .*steps\. .* p_0: KeyError"):
-        ours.sample(1, "train", 2)
-    assert 60 < submitted < 66
-
-
 def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = {"is_prompt": True, "global_steps": 2}
     items = {
@@ -274,7 +236,7 @@ def test_evicted_groups_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -
     ours = buffer(metric="acc")
     ours.sync_refill_failed_groups = True
     metrics: dict[str, Any] = {}
-    assert ours.evict(3, metrics) == ({"a", "b", "c"}, 1, 1)
+    assert ours.evict(3, metrics) == ({"a", "b", "c"}, 1)
     assert sorted(cleared) == ["a", "b", "b_0_0", "b_1_0", "c", "c_0_0"]
     for reason in ("rollout_failure", "filter_groups", "off_policy"):
         assert metrics[f"training/{reason}/evicted_samples"] == 1

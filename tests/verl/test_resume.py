@@ -17,10 +17,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PIPELINE_MODE
+from reward_loop.verl.samples import FAILURE, GENERATED, JUDGED
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
 from reward_loop.verl.trainer.resume import reset_unscored_prompts
 from reward_loop.verl.trainer.separate_async import QueueSeparateAsyncTrainer
-from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import Workers, constructed
@@ -88,14 +88,6 @@ def test_prompts_with_all_scores_are_kept_and_all_others_are_generated_again(que
     reset_unscored_prompts(judged=True)
     again = dict.fromkeys(("failed", "unscored", "default", "open", "raised", "short", "pending"), "pending")
     assert statuses(queue) == {"kept": "finished", "empty": "finished"} | again
-
-
-def test_old_errors_are_forgotten(queue: Queue) -> None:
-    queue.prompt("a", "failure")
-    queue.tags["train"]["a"][FAILURE] = "a_1: ConnectionError: the judge is away"
-    assert "the judge is away" in tq_rows.last_failure()
-    reset_unscored_prompts(judged=True)
-    assert "the judge is away" not in tq_rows.last_failure()
 
 
 def test_rows_that_were_trained_on_are_deleted_at_a_resume(queue: Queue) -> None:
@@ -218,10 +210,3 @@ def test_usage_that_cannot_be_written_hides_no_error(
     with pytest.raises(RewardLoopError, match="the actor died"):
         made.step({}, {})
     assert "could not be written: no answer" in caplog.text
-
-
-def test_a_checkpoint_without_usage_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: setattr(self, "global_steps", 3))
-    made = constructed(resolved(f"trainer.default_local_dir={tmp_path}"))
-    made._load_checkpoint()
-    assert made._job.spent == (0.0, 0.0)

@@ -66,13 +66,12 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
 from reward_loop.verl.options import PIPELINE_MODE, mini_batch_groups, read_mode, step_order
 from reward_loop.verl.run.job import RunningJob
-from reward_loop.verl.samples import TRAINING_STEP
+from reward_loop.verl.samples import JUDGED, TRAINING_STEP, uid_of
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
 from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
 from reward_loop.verl.trainer.reward_metrics import added_seconds, overlap_metrics
-from reward_loop.verl.trajectory_keys import JUDGED, uid_of
 
 
 @register_trainer(PIPELINE_MODE)
@@ -339,7 +338,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        self._count_rewards(set(batch.uids), metrics)
+        self.replay_buffer.unfinished()  # reads the tags
+        rows, uids = self.replay_buffer.partitions["train"].items(), set(batch.uids)
+        self._judged += [tag[JUDGED] for key, tag in rows if JUDGED in tag and uid_of(key) in uids]
         # Only the prompts: verl deletes the trajectories after it has written metrics and files from them.
         clear(batch.uids, "train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)
@@ -353,15 +354,6 @@ class RewardPipelineTrainer(PPOTrainerSync):
         others = set(range(len(batch.whole.keys))).difference(batch.trained)
         self._left_out |= {batch.whole.keys[row]: batch.whole.tags[row] for row in sorted(others)}
         return select(batch.whole, sorted(batch.trained))
-
-    def _count_rewards(self, uids: set[str], metrics: dict) -> None:
-        """Add the number of pending rewards to the metrics, and note when the rewards of these prompts arrived."""
-        unfinished = self.replay_buffer.unfinished()
-        rows = self.replay_buffer.partitions["train"]
-        pending = [key for key, tag in rows.items() if JUDGED not in tag and uid_of(key) in unfinished]
-        metrics["reward_pipeline/rewards_pending"] = len(pending)
-        judged = [tag[JUDGED] for key, tag in rows.items() if JUDGED in tag and uid_of(key) in uids]
-        self._judged += [(requested, arrived) for requested, arrived in judged]
 
     @override
     def _compute_metrics(

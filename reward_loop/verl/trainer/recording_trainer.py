@@ -1,25 +1,38 @@
-"""Records the phases of each training step and the advantages."""
+"""What is observed of each training step: its phases and advantages for the records, and the live numbers."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from reward_loop.config import RewardLoopConfig
+from reward_loop.health import HealthWatch, StepNumbers
 from reward_loop.managers.base import open_records
-from reward_loop.records import Records, WaitsFor
+from reward_loop.records import HealthRecords, Records, WaitsFor
+from reward_loop.types import Outcome
 from reward_loop.verl.options import RewardSettings
+from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.samples import final_outputs, session_of, uid_of
 from reward_loop.verl.tq_rows import read_rows
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_metrics import StepRewards
-from reward_loop.verl.trajectory_keys import final_outputs, session_of
 
 logger = logging.getLogger(__name__)
+
+SAMPLED_RESPONSES = 256
+"""The largest number of responses of a step that are examined for repetition."""
+
+SAMPLED_TOKENS = 2048
+"""The largest number of tokens of a response that are examined: its last ones."""
 
 
 class RecordedSeconds(dict[str, float]):
@@ -119,3 +132,64 @@ def advantages(rewards: StepRewards) -> dict[str, float | None]:
         trained = values[mask.bool()]
         found[session_of(key)[0]] = float(trained.mean()) if len(trained) else None
     return found
+
+
+class StepHealth:
+    """Computes the live numbers of each training step. Without records, those of judges have no values.
+
+    The reward workers count the requests to judges.
+
+    Args:
+        options: the options of the run.
+        job: what is true of the whole job.
+    """
+
+    def __init__(self, options: RewardLoopConfig, job: RunningJob) -> None:
+        self._options = options
+        self._job = job
+        self._watch = HealthWatch(options.health)
+        self._records = HealthRecords(options.log_dir) if options.log_dir else None
+
+    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
+        """Return the numbers of a step, and log and record the warnings that begin with it.
+
+        An error is logged, and does not stop the run.
+        """
+        if not self._options.health.enabled or not rewards.trajectories:
+            return {}
+        try:
+            values, warnings = self._watch.check(self._numbers(step, rewards))
+        except Exception:  # observability must not stop a run
+            logger.exception("the numbers of reward_loop.health failed in step %d", step)
+            return {}
+        where = f" Records: {self._options.log_dir}." if self._options.log_dir else ""
+        for warning in warnings:
+            logger.warning("reward_loop.health.%s: %s%s", warning.monitor, warning.message, where)
+        if self._records is not None:
+            self._records.write_values(step, values)
+            self._records.write_warnings([dataclasses.asdict(warning) for warning in warnings])
+        metrics = {f"reward_loop/health/{name}": value for name, value in values.items()}
+        return metrics | {"reward_loop/health/warnings": float(self._watch.active)}
+
+    def flush(self) -> None:
+        """Wait until all values and warnings are in the records, at most ten seconds."""
+        if self._records is not None:
+            self._records.flush()
+
+    def _numbers(self, step: int, rewards: StepRewards) -> StepNumbers:
+        by_key = rewards.samples()
+        keys, samples = list(by_key), list(by_key.values())
+        _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
+        sampled = keys[:: math.ceil(len(keys) / SAMPLED_RESPONSES)]
+        counts = self._job.exchange_counts()
+        return StepNumbers(
+            step=step,
+            rewards=np.array([np.nan if sample.is_masked else sample.reward for sample in samples]),
+            groups=groups,
+            lengths=np.array([sample.tokens for sample in samples]),
+            unscored=sum(sample.outcome == Outcome.UNSCORED for sample in samples),
+            responses=[row.numpy()[-SAMPLED_TOKENS:] for (row,) in read_rows(sampled, "train", "responses")],
+            calls=counts["calls"],
+            without_verdict=counts["without_verdict"],
+            seconds=np.array(counts["seconds"], dtype=float),
+        )

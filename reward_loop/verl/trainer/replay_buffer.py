@@ -1,6 +1,6 @@
 """verl's replay buffer with a bounded wait, a polling interval, and a filter of groups that ignores masked samples.
 
-verl waits indefinitely for rollouts and their rewards, and replaces failed groups indefinitely.
+verl waits indefinitely for rollouts and their rewards.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import SamplerOptions
-from reward_loop.verl.tq_rows import KVBatchMeta, last_failure, read_rewards
-from reward_loop.verl.trajectory_keys import GENERATED, JUDGED, session_of, uid_of
+from reward_loop.verl.samples import GENERATED, JUDGED, session_of, uid_of
+from reward_loop.verl.tq_rows import KVBatchMeta, read_rewards
 
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
-
-MAX_FAILED_STEPS = 16
-"""The run stops when the groups of this many training steps have failed in a row. ``max_failed_share`` ends most such
-runs sooner, but counts rollouts: one that fails in each group may be a small share of them. And rollouts of an agent
-loop manager of the user, and those whose sample was scored before they failed, do not count as failed samples."""
 
 NAMED_PROMPTS = 5
 """The largest number of prompts that an error message names."""
@@ -37,8 +32,6 @@ class Evicted(NamedTuple):
     uids: set[str]
     filtered: int
     """How many of them were filtered."""
-    failed: int
-    """How many of them failed without a trajectory."""
 
 
 class RewardReplayBuffer(ReplayBuffer):
@@ -50,12 +43,11 @@ class RewardReplayBuffer(ReplayBuffer):
     Args:
         buffer: the buffer whose attributes the new one copies.
         sampler: how the trainer waits.
-        groups: the number of groups of a training step.
     """
 
     poll_interval: float
 
-    def __init__(self, buffer: ReplayBuffer, sampler: SamplerOptions, groups: int) -> None:
+    def __init__(self, buffer: ReplayBuffer, sampler: SamplerOptions) -> None:
         # Not `super().__init__`: verl has created the buffer, by a constructor that may be the user's.
         self.__dict__.update(vars(buffer))
         self.checks: list[Callable[[], None]] = []
@@ -66,11 +58,6 @@ class RewardReplayBuffer(ReplayBuffer):
         self._state: Any = None
         self._quiet = 0.0
         """Seconds of waiting since the last change. Other work of the trainer does not count."""
-        self._most_failed = MAX_FAILED_STEPS * groups
-        self._failed = 0
-        """The number of training groups that were evicted since one finished, because they failed."""
-        self._finished: set[str] = set()
-        """The finished training groups at the last eviction."""
 
     @override
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
@@ -117,29 +104,6 @@ class RewardReplayBuffer(ReplayBuffer):
         while not arrived():
             logged = self._wait_for_next_poll("train", logged)
 
-    @override
-    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
-        if partition_id == "train":
-            self._count_failed(len(eviction_reasons[2]))
-        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
-
-    def _count_failed(self, failed: int) -> None:
-        """Count groups that failed, before their tags are deleted.
-
-        Raises:
-            RewardLoopError: too many groups failed in a row.
-        """
-        before, self._finished = self._finished, set(self.finished_keys["train"])
-        # Only new ones: a group stays in the buffer until it is trained on.
-        if self._finished - before:
-            self._failed = 0
-        self._failed += failed
-        if self._failed > self._most_failed:
-            raise RewardLoopError(
-                f"{self._failed} groups of rollouts failed in a row, replacements included, which are those of more "
-                f"than {MAX_FAILED_STEPS} training steps. {last_failure()}"
-            )
-
     def evict(self, step: int, metrics: dict) -> Evicted:
         """Evict the finished training groups that are filtered, failed without a trajectory, or are too old.
 
@@ -152,7 +116,7 @@ class RewardReplayBuffer(ReplayBuffer):
         too_old = {uid for uid in self.finished_keys["train"] - filtered if submitted[uid] < step - 1}
         uids, _, _, eviction_metrics = self._evict_terminal_groups(step, "train", (too_old, filtered, failed, counts))
         _accumulate_eviction_metrics(metrics, eviction_metrics, len(too_old))
-        return Evicted(uids, len(filtered), len(failed))
+        return Evicted(uids, len(filtered))
 
     @override
     def _dapo_filtered_keys(self, partition_id: str) -> Any:
@@ -222,10 +186,8 @@ def _number(value: Any, metric: str, rollout: str) -> float:
         ) from None
 
 
-def extend(buffer: Any, *arguments: Any) -> RewardReplayBuffer:
+def extend(buffer: Any, sampler: SamplerOptions) -> RewardReplayBuffer:
     """Return a copy of a replay buffer of verl, or of the user's subclass, with the overrides of `RewardReplayBuffer`.
-
-    The further arguments are those of `RewardReplayBuffer`.
 
     Raises:
         ConfigError: the class of ``trainer.v1.sampler.custom_sampler`` is not a subclass of verl's ReplayBuffer.
@@ -236,4 +198,4 @@ def extend(buffer: Any, *arguments: Any) -> RewardReplayBuffer:
             f"trainer.v1.sampler.custom_sampler.name={cls.__name__}: the class must inherit from "
             "verl.trainer.ppo.v1.replay_buffer.ReplayBuffer or ReplayBufferAsync"
         )
-    return type(f"Reward{cls.__name__}", (RewardReplayBuffer, cls), {})(buffer, *arguments)
+    return type(f"Reward{cls.__name__}", (RewardReplayBuffer, cls), {})(buffer, sampler)

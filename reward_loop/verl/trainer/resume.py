@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.samples import FAILURE, uid_of
 from reward_loop.verl.tq_rows import clear, read_rewards, read_tags, read_trajectories, write_tags
-from reward_loop.verl.trajectory_keys import FAILURE, uid_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, without_reward
 from reward_loop.verl.run.services import RewardServices
+from reward_loop.verl.samples import final_outputs, uid_of
 from reward_loop.verl.tq_rows import (
     MASKS,
     KVBatchMeta,
@@ -39,7 +40,7 @@ from reward_loop.verl.tq_rows import (
     write_rewards,
     zero,
 )
-from reward_loop.verl.trainer.recording_trainer import RecordingTrainer
+from reward_loop.verl.trainer.recording_trainer import RecordingTrainer, StepHealth
 from reward_loop.verl.trainer.replay_buffer import extend
 from reward_loop.verl.trainer.resume import reset_unscored_prompts, restore_usage, save_usage
 from reward_loop.verl.trainer.reward_metrics import (
@@ -49,8 +50,6 @@ from reward_loop.verl.trainer.reward_metrics import (
     spread,
     without_baseline,
 )
-from reward_loop.verl.trainer.step_health import StepHealth
-from reward_loop.verl.trajectory_keys import final_outputs, uid_of
 from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager
 from reward_loop.verl.workers.reward_workers import RewardWorkers
 
@@ -97,8 +96,7 @@ class RewardLoopTrainer(RecordingTrainer):
 
     @override
     def _build_replay_buffer(self) -> Any:
-        groups = self.config.data.train_batch_size
-        return extend(super()._build_replay_buffer(), self._settings.mode.sampler, groups)
+        return extend(super()._build_replay_buffer(), self._settings.mode.sampler)
 
     @override
     def _setup(self) -> None:

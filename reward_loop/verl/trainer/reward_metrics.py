@@ -18,7 +18,7 @@ import numpy as np
 
 from reward_loop.records import Interval, hidden_share, seconds_of
 from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, Reward, RewardResult, finite_number
-from reward_loop.verl.trajectory_keys import final_outputs, session_of, uid_of
+from reward_loop.verl.samples import final_outputs, session_of, uid_of
 
 Info = Mapping[str, Any]
 """The ``reward_extra_info`` of a trajectory."""

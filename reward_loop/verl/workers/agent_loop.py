@@ -46,6 +46,9 @@ from reward_loop.records import Records
 from reward_loop.scoring.results import check_result
 from reward_loop.types import Outcome, Reward, RewardResult, RewardSample, progress_of
 from reward_loop.verl.samples import (
+    FAILURE,
+    GENERATED,
+    JUDGED,
     TOTAL_STEPS,
     TRAINER_MODE,
     TURNS,
@@ -55,7 +58,6 @@ from reward_loop.verl.samples import (
     training_step_of,
 )
 from reward_loop.verl.tq_rows import add_rows, add_tag, token_rewards, turns_of, unfinished_prompts
-from reward_loop.verl.trajectory_keys import FAILURE, GENERATED, JUDGED
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop.RewardAgentLoopManager"
 
