@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,11 +161,6 @@ def test_a_run_without_the_reward_loop_has_the_configuration_of_verl(verls: Comm
         assert plain(verls(*words)) == plain(config)
 
 
-def test_the_option_turns_it_off(command: Command) -> None:
-    command("reward_model.use_reward_loop=False")
-    assert command.begun == []
-
-
 def test_a_run_without_the_reward_loop_imports_nothing_of_it_and_works_where_it_is_broken(tmp_path: Path) -> None:
     file = main_file(tmp_path)
     (tmp_path / "reward_loop").mkdir()
@@ -184,25 +177,6 @@ def test_a_run_without_the_reward_loop_imports_nothing_of_it_and_works_where_it_
     done = run(ON)
     assert done.returncode == 1
     assert "RuntimeError: broken" in done.stderr
-
-
-@pytest.mark.integration
-def test_the_plug_in_of_a_built_wheel_is_found(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    # -S: without the .pth file of this repository.
-    command = [sys.executable, "-S", str(main_file(tmp_path)), "--cfg", "all", PIPELINE, f"hydra.run.dir={tmp_path}"]
-    path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    shown = OmegaConf.create(done.stdout.partition("reward_loop is in")[0])
-    assert shown.reward_loop.timeout == 300
-    sources = [source.path for source in shown.hydra.runtime.config_sources if source.provider == "reward_loop"]
-    assert str(tmp_path / "site" / "reward_loop" / "verl" / "config") in sources
 
 
 @pytest.mark.parametrize("words", [(PIPELINE,), (ON,), ("+" + ON,), ("+mini_batch_pipeline=True",)])
@@ -240,21 +214,6 @@ def test_a_file_turns_it_on_and_its_values_come_before_the_defaults(command: Com
     assert (config.reward_loop.timeout, config.reward_loop.outage_timeout_s) == (60, 5)
     assert (config.reward_loop.retry.max_attempts, config.reward_loop.retry.max_wait) == (4, RetryConfig().max_wait)
     assert len(command.begun) == 2
-
-
-@pytest.mark.parametrize("words", [("--help", PIPELINE), ("--cfg", "job", "--package", "reward_loop", PIPELINE)])
-def test_flags_of_hydra_show_the_options_where_they_have_an_effect(
-    command: Command, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    if "--help" in words:
-        with pytest.raises(SystemExit):
-            command.calls(*words)
-    else:
-        command.calls(*words)
-    shown = capfd.readouterr().out
-    assert "reward_loop" in shown
-    assert "+reward_model.server.python=FILE" in shown or "timeout: 300.0" in shown
-    assert len(shown.splitlines()) < 200
 
 
 def ended(command: Command, capfd: pytest.CaptureFixture[str], *words: str) -> str:
@@ -322,15 +281,6 @@ def test_the_plug_in_has_the_names_of_all_options() -> None:
     assert found == set(plugin.OURS)
 
 
-def test_each_run_of_a_sweep_has_its_own_options(command: Command, tmp_path: Path) -> None:
-    calls = command.calls("--multirun", f"hydra.sweep.dir={tmp_path}", "reward_model.use_reward_loop=True,False")
-    assert len(command.begun) == 1
-    assert [call for call in calls if isinstance(call, str)] == [
-        *("auto_set_device", "reward_loop trains"),
-        *("auto_set_device", "run_ppo"),
-    ]
-
-
 def test_another_verl_is_an_error_only_where_the_reward_loop_is_on(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,13 +288,6 @@ def test_another_verl_is_an_error_only_where_the_reward_loop_is_on(
     with pytest.raises(AssertionError, match="set_device"):
         command()
     assert "VerlVersionError" in ended(command, capfd, ON)
-
-
-def test_other_programs_that_use_hydra_stay_as_they_are(tmp_path: Path) -> None:
-    made = ConfigSearchPathImpl()
-    made.append("main", f"file://{tmp_path}")
-    plugin.RewardLoopSearchPath().manipulate_search_path(made)
-    assert len(made.get_path()) == 1
 
 
 def test_a_program_that_calls_verls_main_is_verls_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

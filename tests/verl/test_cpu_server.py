@@ -35,43 +35,6 @@ def prompt(text: str) -> list[int]:
     return tiny_tokenizer().encode(text)
 
 
-async def test_tokens_in_tokens_out(server: CPURolloutServer) -> None:
-    from verl.workers.rollout.replica import TokenOutput
-
-    output = received(await server.generate(prompt("1+1="), GREEDY, "r"))
-    assert isinstance(output, TokenOutput)
-    assert 1 <= len(output.token_ids) <= 8
-    assert len(output.log_probs) == len(output.token_ids)
-    assert all(value <= 0 for value in output.log_probs)
-    assert output.stop_reason == "completed"
-
-
-async def test_the_response_is_bounded_by_request_and_context(server: CPURolloutServer) -> None:
-    short = received(await server.generate(prompt("1+1="), GREEDY | {"max_tokens": 2}, "r"))
-    assert len(short.token_ids) <= 2
-    with pytest.raises(ValueError, match="leaves no room"):
-        await server.generate(prompt("x" * 40), GREEDY, "r")
-    with pytest.raises(ValueError, match="image_data"):
-        await server.generate(prompt("1"), GREEDY, "r", image_data=[object()])
-
-
-async def test_new_weights_change_the_answer_and_the_step(server: CPURolloutServer) -> None:
-    before = received(await server.generate(prompt("1+1="), GREEDY, "r"))
-    state = server._model.state_dict()
-    name = "model.embed_tokens.weight"
-    generator = torch.Generator().manual_seed(1)
-    await server.update_weights(
-        {name: torch.randn(state[name].shape, generator=generator)}, last=False, global_steps=None
-    )
-    waiting = asyncio.ensure_future(server.generate(prompt("1+1="), GREEDY, "r"))
-    await server.update_weights({"model.norm.weight": state["model.norm.weight"].clone()}, last=True, global_steps=7)
-    after = received(await waiting)
-    assert after.extra_fields["global_steps"] == 7
-    assert (after.token_ids, after.log_probs) != (before.token_ids, before.log_probs)
-    with pytest.raises(KeyError, match="nonesuch"):
-        await server.update_weights({"nonesuch": torch.zeros(1)}, last=True, global_steps=8)
-
-
 async def test_aborted_requests_say_so_and_later_ones_wait(server: CPURolloutServer) -> None:
     # Weights are being updated, so that the request is certainly in flight when it is aborted.
     await server.update_weights({}, last=False, global_steps=None)

@@ -49,12 +49,6 @@ def test_with_half_of_the_groups_filtered_twice_as_many_prompts_are_begun_and_a_
     assert half.missing(32, kept=42, pending=5, later=32) < later - 10
 
 
-def test_nothing_more_is_begun_while_the_pending_groups_are_expected_to_suffice():
-    half = forecast(kept=10_000, filtered=10_000)
-    assert half.missing(32, kept=12, pending=41) == 0
-    assert half.missing(32, kept=12, pending=38) > 0
-
-
 @given(
     wanted=st.integers(1, 300), kept=COUNTS, pending=COUNTS, later=COUNTS, most=COUNTS, passed=COUNTS, filtered=COUNTS
 )

@@ -149,25 +149,6 @@ def test_a_manager_that_cannot_be_loaded_stops_the_command(
             main_ppo.check_function(settings)
 
 
-def test_a_manager_whose_module_raises_names_its_line(tmp_path: Path) -> None:
-    (tmp_path / "managers.py").write_text("import json\n\njson.loads('{')\n")
-    with pytest.raises(ConfigError, match=r"JSONDecodeError.*managers\.py:3\)"):
-        main_ppo.check_function(resolved(f"reward_model.reward_manager={tmp_path}/managers.py:Mine"))
-
-
-def test_the_module_turns_the_reward_loop_on(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 1.0\n")
-    options = [f"custom_reward_function.path={tmp_path}/reward.py", f"hydra.run.dir={tmp_path}"]
-    options += [
-        "algorithm.adv_estimator=grpo",
-        "reward_loop.check=True",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    ]
-    done = run_main(tmp_path, "-m", "reward_loop.verl.main_ppo", *options)
-    assert done.returncode == 0, done.stderr
-    assert "The options are valid, and the reward function loads" in done.stdout
-
-
 def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:
     """All of them, up to the start of Ray, in verl's command: it needs eight GPUs to go on."""
     (judge,) = [block for block in blocks("README.md") if block.file == "judge.py"]

@@ -44,27 +44,6 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_up(monkeypatch, constructed(resolved(f"reward_loop.log_dir={tmp_path}")), step=7)
 
 
-def test_the_trainer_records_its_phases_with_the_step(trainer: Any, tmp_path: Path) -> None:
-    with marked_timer("gen", trainer.timing_raw):
-        pass
-    with added_seconds("wait_reward", trainer.timing_raw):
-        pass
-    assert records(tmp_path).flush()
-    found = list(read_events(tmp_path))
-    assert [(event["name"], event["step"], event["waits_for"]) for event in found] == [
-        ("gen", 7, "rewards"),
-        ("wait_reward", 7, "rewards"),
-    ]
-    for event in found:
-        assert event["end"] - event["start"] == pytest.approx(trainer.timing_raw[event["name"]], abs=1e-5)
-
-
-def test_without_a_folder_the_timings_are_a_plain_dict() -> None:
-    trainer = constructed()
-    trainer.timing_raw = seconds = {}
-    assert trainer.timing_raw is seconds
-
-
 @pytest.mark.parametrize(
     ("options", "waits_for"),
     [

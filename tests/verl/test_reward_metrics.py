@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,13 +71,6 @@ def test_metrics_of_samples_whose_keys_differ() -> None:
         "reward_loop/judge/mean": 0.5,
     }
     assert "format" not in infos["a_1_0"]
-
-
-def test_an_integer_beyond_the_range_of_a_float_has_no_metric() -> None:
-    rewards = step_rewards({"a_0_0": {"reward_outcome": "scored", "acc": 1, "huge": 10**400}}, {"a_0_0": 1.0})
-    metrics = rewards.metrics()
-    assert metrics["reward_loop/acc/mean"] == 1.0
-    assert "reward_loop/huge/mean" not in metrics
 
 
 @pytest.fixture
@@ -219,15 +211,6 @@ def test_only_the_columns_that_a_reward_worker_receives_are_fetched(queue: FakeQ
     assert data.non_tensor_batch["choices"][0].tolist() == ["yes", "no"]
 
 
-def test_sessions_are_read_if_the_trainer_has_computed_log_probabilities_of_some_of_them(queue: FakeQueue) -> None:
-    """As after the loss of a worker, while others have published their trajectories."""
-    ids = torch.arange(4)
-    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids), "uid": "a"}
-    queue.rows |= {"a_0_0": {**columns, "entropy": ids * 0.5}, "b_0_0": {**columns, "uid": "b"}}
-    _, rows = tq_rows.read_sessions(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}, {}]))
-    assert [row.non_tensor_batch["uid"][0] for row in rows] == ["a", "b"]
-
-
 def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: FakeQueue) -> None:
     """As those of verl's uni-agent."""
     queue.put("a_0_0", 0.5, SCORED)
@@ -249,18 +232,6 @@ def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: 
         changed = {"reward_score": 2.0, "reward_extra_info": {**rewards["b_0_0"].info, "raw_score": 1.0}}
         tq_rows.write_rewards(batch, ["b_0_0"], [changed])
     assert (tq_rows.read_rewards(batch)["b_0_0"].reward, tq_rows.read_rewards(batch)["b_0_0"].raw_score) == (2.0, 1.0)
-
-
-@pytest.mark.parametrize(("partition", "validates"), [("val", [True, True]), ("train", [False, False])])
-def test_a_batch_that_is_scored_after_the_rollout_is_marked_if_it_belongs_to_a_validation(
-    queue: FakeQueue, partition: str, validates: list[bool]
-) -> None:
-    ids = torch.arange(4)
-    columns = {**dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "response_mask"), ids), "uid": "a"}
-    queue.rows |= {"a_0_0": dict(columns), "a_0_1": dict(columns)}
-    batch = KVBatchMeta(partition_id=partition, keys=["a_0_0", "a_0_1"], tags=[{}, {}])
-    _, (data,) = tq_rows.read_sessions(batch)
-    assert data.non_tensor_batch["__validate__"].tolist() == validates
 
 
 class Validation:
@@ -335,12 +306,6 @@ def test_masked_samples_leave_a_validation_before_verl_shows_or_averages_anythin
     assert not [key for key in queue.tags["val"] if "_" in key]
 
 
-def test_a_rollout_that_was_not_generated_counts_as_acc_0_as_in_verl(validated: Callable[..., Validation]) -> None:
-    run = validated({"math": [(1.0, {"acc": 1.0}), (None, {})]}, lost=1)
-    assert run.metrics["val-core/math/acc/mean@2"] == pytest.approx(0.5)
-    assert run.metrics["val-aux/math/acc_success_only/mean@1"] == 1.0
-
-
 def test_a_validation_without_any_score_has_counts_only(
     validated: Callable[..., Validation], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,16 +349,6 @@ def test_what_json_lacks_is_written_in_a_readable_form(validated: Callable[..., 
     assert rows[5]["odd"] == "<class 'object'>"
     assert (rows[6]["odd"], rows[7]["odd"]) == ([1, 2], r"\ud800")
     assert [row["odd"] for row in rows[8:]] == [str(10**400), None]
-
-
-def test_numbers_of_numpy_and_torch_count_in_the_metrics(validated: Callable[..., Validation]) -> None:
-    info = {"right": np.bool_(True), "short": torch.tensor(0.5), "long": np.array(2), "nan": math.nan, "note": "x"}
-    rewards = step_rewards({"p_0_0": {**info, "reward_outcome": "scored"}}, {"p_0_0": 1.0})
-    metrics = rewards.metrics()
-    assert [metrics.get(f"reward_loop/{name}/mean") for name in info] == [1.0, 0.5, 2.0, None, None]
-    found = validated({"s": [(1.0, info), (0.0, {**info, "right": np.bool_(False)})]}).metrics
-    means = [found.get(f"val-aux/s/{name}/mean@2") for name in info]
-    assert means == [0.5, 0.5, 2.0, None, None]
 
 
 def test_validation_metrics_of_samples_whose_keys_and_kinds_differ() -> None:

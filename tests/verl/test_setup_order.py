@@ -81,9 +81,3 @@ def test_a_reward_model_on_the_trainers_gpus_starts_before_the_rollout_sizes_its
         "the rollout sleeps",
     ]
     assert made.get_reward_handles() is None, "verl scores the whole batch, after the rollout"
-
-
-def test_other_reward_workers_start_first_because_they_load_while_the_policy_loads(events: list[str]) -> None:
-    made = set_up(events, colocated=False)
-    assert events[:2] == ["the reward workers start", "the trainer's model is loaded"]
-    assert made.get_reward_handles() == [made.reward_workers.client]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +67,6 @@ def test_the_scores_are_those_of_the_function_and_the_default_for_failures(run: 
     assert run.steps[0]["val-core/sums/reward/mean@1"] == pytest.approx(mean)
 
 
-def test_a_transient_failure_is_retried(run: Run) -> None:
-    calls = Counter((call["split"], call["gts"], call["output"]) for call in run.calls)
-    rows = [("train", row) for row in run.rollouts(1)] + [("val", row) for row in run.validation(0)]
-    attempted = Counter((split, row["gts"], row["output"]) for split, row in rows)
-    for (split, gts, output), count in attempted.items():
-        retries = 0 if fails({"output": output}) else 1  # equal responses to a prompt share the first failure
-        assert calls[split, gts, output] == count + retries
-
-
 def test_the_limit_and_the_isolation_hold(run: Run) -> None:
     moments = sorted([(call["began"], 1) for call in run.calls] + [(call["ended"], -1) for call in run.calls])
     running = most = 0
@@ -86,11 +75,3 @@ def test_the_limit_and_the_isolation_hold(run: Run) -> None:
         most = max(most, running)
     assert 1 <= most <= MAX_CONCURRENT
     assert not any(call["in_ray"] for call in run.calls)
-
-
-def test_every_sample_has_a_record(run: Run) -> None:
-    (file,) = (run.directory / "records").glob("*.jsonl")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    rows = run.rollouts(1) + run.validation(0)
-    failed = sum(fails(row) for row in rows)
-    assert Counter(record["outcome"] for record in records) == Counter(scored=len(rows) - failed, failed=failed)

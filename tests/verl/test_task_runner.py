@@ -42,12 +42,6 @@ def test_each_mode_has_its_trainer_and_agent_loop_manager(mode: str, trainer: ty
     assert agent_loop_manager(settings.config) == manager
 
 
-def test_the_agent_loop_manager_of_the_user_stays() -> None:
-    settings = resolved("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager")
-    assert _trainer_class(settings.config, settings.mode) is PPOTrainerSync
-    assert agent_loop_manager(settings.config) == "my.Manager"
-
-
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "reward_pipeline", "separate_async"])
 def test_the_trainer_of_each_mode_gets_its_settings_from_the_services(
     monkeypatch: pytest.MonkeyPatch, mode: str
