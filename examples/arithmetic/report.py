@@ -82,9 +82,9 @@ class Report:
         return [
             f"Exact match on held-out problems {_change(found['accuracy_before'], found['accuracy_after'], '.0%')}.",
             f"The mean reward {_change(first.reward, last.reward, '.2f')} in {last.number} steps.",
-            f"The judge took {judging:.1f} s a step, {self.hidden_share:.1%} of it hidden behind generation and "
+            f"Judging took {judging:.1f} s a step, {self.hidden_share:.1%} of it hidden behind generation and "
             "training.",
-            f"All steps took {found['total_seconds']:.0f} s. Without this overlap, waiting for the judge would have "
+            f"All steps took {found['total_seconds']:.0f} s. Without this overlap, waiting for rewards would have "
             f"added {sum(step.hidden for step in self.steps):.0f} s.",
             f"{self.outcomes['scored']:,} answers were scored; {without or 'none failed'}.",
         ]

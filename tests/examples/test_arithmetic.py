@@ -292,8 +292,8 @@ def test_the_conclusion_fits_a_screen_and_the_table_and_the_figure_are_written(
     for sentence in (
         "Exact match on held-out problems rose from 45% to 96%.",
         "The mean reward rose from 0.45 to 0.73 in 6 steps.",
-        "The judge took 4.0 s a step, 79.3% of it hidden behind generation and training.",
-        f"All steps took {seconds:.0f} s. Without this overlap, waiting for the judge would have added 23 s.",
+        "Judging took 4.0 s a step, 79.3% of it hidden behind generation and training.",
+        f"All steps took {seconds:.0f} s. Without this overlap, waiting for rewards would have added 23 s.",
         "1,536 answers were scored; none failed.",
         "The live numbers of the run gave no warning.",
         "Seconds in all: 150, of them 60 for the models.",
