@@ -118,7 +118,7 @@ class Bench:
                 stop(process)
         routers["reward_loop"] = url, process
         results["ready_s"] = round(min(starts), 3)
-        say(f"ready: reward-loop route in {min(starts):.2f} s (the best of {len(starts)} starts)")
+        say(f"ready: our router in {min(starts):.2f} s (the best of {len(starts)} starts)")
         # Started in a thread, because importing verl is slow.
         naive = ThreadPoolExecutor().submit(lambda: None if args.skip_naive else self.servers.start_naive(backends))
         if not args.peers_python:
@@ -209,7 +209,7 @@ class Bench:
         dump = self.servers.folder / "callgrind"
         under = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dump}"]
         # It runs about 50 times as slowly: health checks would be a larger share, and might time out.
-        url, process, _ = self.servers.start_own(backends, under, "-O", "health_interval_s=1000")
+        url, process, _ = self.servers.start_own(backends, under, health_interval_s=1000)
         self.servers.own_load(url, CONNECTIONS, requests=COUNTED_REQUESTS)
         for command in (["-i", "on"], None, ["-d"]):
             if command is None:

@@ -55,13 +55,13 @@ class Servers:
         self.nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
     def start_own(
-        self, backends: list[str], under: Sequence[str] = (), *options: str
+        self, backends: list[str], under: Sequence[str] = (), **options: Any
     ) -> tuple[str, subprocess.Popen[bytes], float]:
         """Start our router, under another program if one is given; return its URL, its process and its start time."""
         port = free_port()
-        workers = [option for url in backends for option in ("--worker", url)]
-        code = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
-        command = [*under, sys.executable, "-c", code, "route", "--port", str(port), *workers, *options]
+        command = [*under, sys.executable, "-m", "reward_loop.router.app", "--port", str(port)]
+        command += ["--options", json.dumps(options)]
+        command += [part for url in backends for part in ("--worker", json.dumps({"url": url}))]
         url, process, ready = self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
         # The router imports its control plane in a thread after it is ready. This request waits for that import.
         with urllib.request.urlopen(url + "/workers", timeout=60):

@@ -22,7 +22,6 @@ from reward_loop.offline.audit_command import audit
 from reward_loop.offline.check_command import check
 from reward_loop.offline.command import score
 from reward_loop.offline.report_command import report
-from reward_loop.router.command import route
 from reward_loop.view.command import view
 
 _out, _err = console(), console(stderr=True)
@@ -147,5 +146,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (audit, check, score, route, serve, report, view):
+for command in (audit, check, score, serve, report, view):
     app.command()(command)

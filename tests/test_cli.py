@@ -436,8 +436,6 @@ def test_colons_in_messages_are_not_turned_into_emoji(folder):
         (("score", "x", "--conc", "2"), "error: no such option: --conc"),
         (("report",), "error: missing argument 'DIR'."),
         (("scor",), "error: no such command 'scor'"),
-        (("route", "-w", "nowhere"), "error: -w nowhere.url: expected http://host:port"),
-        (("route", "--worker", "nowhere"), "error: --worker nowhere.url: expected http://host:port"),
     ],
 )
 def test_errors_have_one_style_and_name_the_option_as_it_was_typed(args, message):

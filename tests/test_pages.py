@@ -148,7 +148,7 @@ class Reader:
             command = command.replace(text, instead)
             shown = [line.replace(text, instead) for line in shown]
         typed = "; ".join([*self._exports, command])
-        server = re.match(r"(?:\w+=\S+ )*reward-loop (serve|route|view) ", command)
+        server = re.match(r"(?:\w+=\S+ )*reward-loop (serve|view) ", command)
         if server:
             self._start(server[1], typed, shown, servers)
             return

@@ -38,7 +38,6 @@ from reward_loop.config import (
     RewardLoopConfig,
     RewardModelConfig,
 )
-from reward_loop.router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +59,6 @@ GROUPS: dict[str, type[Config]] = {
     "reward_loop.record": RecordConfig,
     "reward_loop.retry": RetryConfig,
     "reward_model.server": RewardModelConfig,
-    "route": RouterConfig,
 }
 _OF_A_RUN = ("log_dir",)
 """Options with another default in a run of verl, which the YAML file has before its mark."""
@@ -159,8 +157,7 @@ def _options(config: type[Config], group: str) -> str:
     for name, field in _fields_of(config):
         default = field.get_default(call_default_factory=True)
         shown = "required" if field.is_required() else f"`{_yaml(default)}`"
-        full = name if group == "route" else f"{group}.{name}"  # as after `-O`
-        rows.append((f"`{full}`", shown, _one_line(field.description or "")))
+        rows.append((f"`{group}.{name}`", shown, _one_line(field.description or "")))
     return _table(("Option", "Default", "Meaning"), *rows)
 
 

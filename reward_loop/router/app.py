@@ -242,8 +242,8 @@ _SPARE_FILES = 1024
 """File descriptors reserved for idle connections to servers, and the process itself."""
 
 
-def run_router(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, *, grace_s: int) -> None:
-    """Run the router until SIGTERM or SIGINT, then let the requests in flight finish for at most `grace_s` seconds.
+def run_router(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket) -> None:
+    """Run the router until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: any machine can reach the socket, and there is no API key; or a server's URL is the router's.
@@ -270,23 +270,16 @@ def run_router(backends: list[BackendConfig], config: RouterConfig, listener: so
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(backends, config, listener, connections, grace_s))
+        runner.run(_serve(backends, config, listener, connections))
 
 
 async def _serve(
-    backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, connections: int, grace_s: int
+    backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, connections: int
 ) -> None:
-    """Serve until SIGTERM or SIGINT; a second SIGINT ends the requests in flight."""
-    stopping, hurry = asyncio.Event(), asyncio.Event()
-
-    def stop(number: signal.Signals) -> None:
-        if stopping.is_set() and number is signal.SIGINT:
-            hurry.set()
-        stopping.set()
-
+    stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stopping.set)
     # After the signal handlers: a program that has read this line may send SIGTERM at once.
     print(f"router listens on {url_of(listener)}", flush=True)
     async with Router(backends, config) as router:
@@ -294,7 +287,8 @@ async def _serve(
         server.start(listener)
         await stopping.wait()
         logger.info("the router is stopping")
-        await server.stop(grace_s, hurry)
+        # The manager stops the servers next, so requests in flight cannot be finished.
+        await server.stop(0)
 
 
 def _room_for(requests: int, queue: int) -> tuple[int, int]:
@@ -327,8 +321,7 @@ def main() -> int:
         keys = {"api_key": api_key_of(API_KEY_VARIABLE), "worker_api_key": api_key_of(WORKER_API_KEY_VARIABLE)}
         config = parse(RouterConfig, {**orjson.loads(args.options), **keys}, "--options")
         backends = [parse(BackendConfig, orjson.loads(backend), "--worker") for backend in args.worker]
-        # The manager stops the servers next, so requests in flight cannot be finished.
-        run_router(backends, config, web_server.listener_of(args), grace_s=0)
+        run_router(backends, config, web_server.listener_of(args))
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     return 0

@@ -91,11 +91,6 @@ class RouterConfig(SharedRouterOptions):
     max_attempts: int = Field(default=4, ge=1)
     """The number of servers on which a request may fail before the failure is returned to the client."""
 
-    retry_share: float = Field(default=0.2, ge=0)
-    """The retry budget, as a share of all requests; 50 more are allowed. Retries after error answers (429, 5xx) and of
-    the requests of a frozen server use it. Retries after a broken connection do not, because a health check must
-    succeed before the server is used again."""
-
     max_failures: int = Field(default=5, ge=1)
     """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -393,23 +393,17 @@ class Upstream:
     async def _request_anew(self, message: bytes, head_only: bool, is_check: bool) -> BackendAnswer:
         return await (await self._open()).request(message, head_only, is_check)
 
-    def break_off(
-        self, reason: str, allowed: Callable[[], bool] = lambda: True, error: type[BrokenError] = BrokenError
-    ) -> None:
+    def break_off(self, reason: str, error: type[BrokenError] = BrokenError) -> None:
         """Fail the requests that have no answer yet with an error, and close the idle connections.
 
         Requests whose connection is still being opened fail too: the kernel may accept a connection for a process that
-        is dead. `allowed` is called before each request; after the first ``False``, the other requests stay in flight.
+        is dead.
         """
         self.close_idle()
         for opening in [opening for opening, broken in self._opening.items() if not broken and not opening.expired()]:
-            if not allowed():
-                return
             self._opening[opening] = error(reason)
             opening.reschedule(self.loop.time())
         for connection in [connection for connection in self.busy if connection.unanswered]:
-            if not allowed():
-                return
             connection.fail(reason, error)
 
     def close(self) -> None:

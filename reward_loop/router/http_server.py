@@ -11,6 +11,7 @@ Invariants of a connection:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -291,12 +292,11 @@ class HttpServer:
         listener.listen(_BACKLOG)
         self._accept_again()
 
-    async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Accept no more connections, wait for the requests in flight, and cancel those that are left.
 
         Args:
             grace_s: seconds that the requests in flight have to finish.
-            hurry: ends that time early.
         """
         self._pause()
         if self._listener:
@@ -306,10 +306,9 @@ class HttpServer:
             await asyncio.wait(self._opening)
         for connection in list(self._connections):
             connection.stop()
-        ends = [self.loop.create_task(event.wait()) for event in (self._none_left, hurry) if event]
-        await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._none_left.wait()
         if self._connections:
             logger.warning("%d requests were cancelled: they did not end in time", len(self._connections))
         for connection in list(self._connections):

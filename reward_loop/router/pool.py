@@ -393,7 +393,7 @@ class BackendPool:
             if isinstance(failure, TimeoutError) and backend.in_flight:
                 backend.frozen = True
             if backend.frozen:
-                # Try again to move its requests: the retry budget may have grown, or another server may be healthy.
+                # Try again to move its requests: another server may be healthy now.
                 self.on_frozen(backend)
             pause = pauses.next_s()
             # More often while it is frozen: each check tries to move the requests that wait there.

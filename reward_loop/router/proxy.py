@@ -113,32 +113,6 @@ class Gate:
         self.inside -= 1
 
 
-class RetryBudget:
-    """Limits retries to a share of the requests, so that retries do not multiply the load on failing servers.
-
-    Args:
-        share: retries allowed per request; 0 allows none.
-        reserve: retries allowed in addition, and the most that can be saved up.
-    """
-
-    def __init__(self, share: float, reserve: int = 50) -> None:
-        self._share = share
-        self._most = reserve if share else 0
-        self.left: float = self._most
-
-    def earn(self) -> None:
-        """Add one request's share to the budget."""
-        if self.left < self._most:
-            self.left += self._share
-
-    def spend(self) -> bool:
-        """Take one retry from the budget; return whether the budget allowed it."""
-        if self.left < 1:
-            return False
-        self.left -= 1
-        return True
-
-
 class Proxy:
     """Forwards every request to a server of the pool, and passes the answer to the client.
 
@@ -147,7 +121,7 @@ class Proxy:
     ============================= ============================================================================
     Attempt ended with            Then
     ============================= ============================================================================
-    429, 500, 502, 503, 504       retried if another server is available and the retry budget allows it;
+    429, 500, 502, 503, 504       retried up to `max_attempts` if another server is available;
                                   else the answer is passed on. A server that answers 429, 503 with
                                   ``Retry-After``, or 503 while it works on other requests is full, and stays in
                                   use: the client waits
@@ -178,7 +152,6 @@ class Proxy:
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
         self.gate = Gate(config.max_in_flight, config.max_queue)
-        self.budget = RetryBudget(config.retry_share)
         self.log = LimitedLog(logger)
         self._pool = pool
         self._max_attempts = config.max_attempts
@@ -212,7 +185,6 @@ class Proxy:
                 return
             if body or client.method in _WITH_BODY:
                 headers += b"content-length: %d\r\n" % len(body)
-            self.budget.earn()
             message = client.method.encode(), client.target, headers, body
             try:
                 destination = route(pool, path, body)
@@ -372,18 +344,12 @@ class Proxy:
         is_full = answer.status == 429 or (answer.status == 503 and (asks_to_wait or backend.in_flight > 1))
         if not is_full:  # a full server works
             self._pool.failed(backend, f"status {answer.status}")
-        # `spend` last: only a retry that takes place uses the budget.
-        return attempts < self._max_attempts and self._pool.has_other(route, failed) and self.budget.spend()
+        return attempts < self._max_attempts and self._pool.has_other(route, failed)
 
     def _move_requests(self, backend: Backend) -> None:
-        """Retry the unanswered requests of a frozen server on other servers, as far as the retry budget allows.
-
-        Requests beyond the budget stay with the frozen server, which may recover.
-        """
+        """Retry the unanswered requests of a frozen server on other servers, if there are any."""
         if self._max_attempts > 1 and self._pool.has_stand_in(backend):
-            backend.upstream.break_off(
-                "the server is frozen: its health checks time out", self.budget.spend, MovedError
-            )
+            backend.upstream.break_off("the server is frozen: its health checks time out", MovedError)
 
 
 async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import resource
@@ -141,15 +142,13 @@ async def test_bodies_and_requests_beyond_the_limits() -> None:
         assert await first == (200, b"m")
 
 
-MAIN = "import sys; from reward_loop.cli import main; sys.argv[0] = 'reward-loop'; main()"
-
-
 @contextlib.contextmanager
-def routing(*options: str, files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def routing(*backends: str, files: int | None = None, **options: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = subprocess.Popen(
         [
             *([] if files is None else ["prlimit", f"--nofile={files}:{files}"]),
-            *(sys.executable, "-c", MAIN, "route", "--port", "0", *options),
+            *(sys.executable, "-m", "reward_loop.router.app", "--options", json.dumps(options)),
+            *(part for url in backends for part in ("--worker", json.dumps({"url": url}))),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -174,21 +173,6 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         more = message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
-
-
-async def exchange(url: str, *messages: bytes) -> bytes:
-    """Sends bytes, each after something came for the one before, and returns all that came until the end."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(30):
-        writer.write(messages[0])
-        came = b""
-        for message in messages[1:]:
-            came += await reader.read(65536)
-            writer.write(message)
-        came += await reader.read()
-    writer.close()
-    return came
 
 
 @pytest.mark.parametrize(
@@ -228,7 +212,7 @@ async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
 
     idle: list[asyncio.StreamWriter] = []
     async with serving(quick) as backend:
-        with routing("--worker", backend, files=256) as (url, _):
+        with routing(backend, files=256) as (url, _):
             async with asyncio.timeout(60):
                 for closes in (True, False, True):
                     lines = await asyncio.gather(*(ask(url, closes=closes) for _ in range(600)))
@@ -237,54 +221,7 @@ async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
         writer.close()
 
 
-async def test_the_wire() -> None:
-    async with serving(echo) as backend:
-        with routing("--worker", backend, "-O", "max_header_bytes=2048") as (url, process):
-            assert await post(url, "/x", b"body" * 100_000) == (200, b"body" * 100_000)
-
-            chunked = b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-            chunked += b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
-            named = b"x-reward-loop-backend: " + backend.encode()
-            came = await exchange(url, chunked)
-            assert came.endswith(b"content-length: 3\r\n" + named + b"\r\nconnection: close\r\n\r\nabc")
-
-            expecting = (
-                b"POST /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
-            )
-            came = await exchange(url, expecting, b"ok")
-            assert came.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
-            assert came.endswith(b"ok")
-
-            endless = b"GET /x HTTP/1.1\r\nx: " + b"y" * 5000
-            assert (await exchange(url, endless)).startswith(b"HTTP/1.1 431 ")
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 60) == 0
-
-
-async def test_sigterm_lets_requests_end() -> None:
-    arrived, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/slow":
-            arrived.set()
-            await go_on.wait()
-        await echo(scope, receive, send)
-
-    async with serving(slow) as backend:
-        with routing("--worker", backend) as (url, process):
-            request = asyncio.create_task(post(url, "/slow", b"x"))
-            await arrived.wait()
-            process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(30):
-                    await _refuses(url)
-            finally:
-                go_on.set()
-            assert await request == (200, b"x")
-            assert await asyncio.to_thread(process.wait, 60) == 0
-
-
-async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
+async def test_sigterm_cancels_the_requests_in_flight() -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
 
     async def hanging(scope: Any, receive: Any, send: Any) -> None:
@@ -297,7 +234,7 @@ async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
             await echo(scope, receive, send)
 
     async with serving(hanging) as backend:
-        with routing("--worker", backend, "--grace", "0") as (url, process):
+        with routing(backend) as (url, process):
             await _is_ready(url)
             request = asyncio.create_task(post(url, "/slow", b"x"))
             await arrived.wait()
@@ -308,37 +245,22 @@ async def test_sigterm_ends_what_does_not_end_within_the_grace() -> None:
             await left.wait()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--host", "0.0.0.0"), "can be reached from other machines: set an API key"),
+        (("--worker", '{"url": "127.0.0.1:1"}'), "expected http://host:port"),
+        (("--options", '{"max_attempt": 2}'), "did you mean 'max_attempts'"),
+    ],
+)
+def test_wrong_options_end_the_router(options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["router", *options])
+    with pytest.raises(SystemExit, match=message):
+        app.main()
+
+
 async def _is_ready(url: str) -> None:
     """Returns once a server is in use."""
     async with aiohttp.ClientSession(url) as session, asyncio.timeout(30):
         while (await session.get("/ready")).status != 200:  # noqa: ASYNC110 (it happens in another process)
             await asyncio.sleep(0.01)
-
-
-async def _refuses(url: str) -> None:
-    """Returns once new connections are not taken any more."""
-    host, port = url.removeprefix("http://").split(":")
-    with contextlib.suppress(ConnectionError):
-        while True:
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.close()
-
-
-@pytest.mark.integration
-async def test_a_router_starts_without_a_server_and_gets_one_later() -> None:
-    async with serving(echo) as backend:
-        with routing() as (url, _):
-            async with aiohttp.ClientSession(url) as session:
-                async with session.post("/v1/completions", json={"prompt": "x"}) as refused:
-                    assert refused.status == 503
-                    assert "the router has no reward model server" in await refused.text()
-                async with session.post("/workers", json={"url": backend}) as added:
-                    assert added.status < 300
-                async with asyncio.timeout(60):
-                    while True:
-                        async with session.get("/ready") as ready:
-                            if ready.status == 200:
-                                break
-                        await asyncio.sleep(0.05)
-                async with session.post("/v1/completions", json={"prompt": "x"}) as answer:
-                    assert (answer.status, await answer.text()) == (200, '{"prompt": "x"}')

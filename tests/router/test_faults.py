@@ -137,21 +137,6 @@ async def test_requests_of_a_frozen_server_are_answered_by_another_one(tmp_path:
                 await asyncio.sleep(0.01)
 
 
-async def test_requests_of_a_frozen_server_stay_where_the_retry_budget_is_spent(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    async with routed_stubs(0, 0, gate=gate, **QUICK_CHECKS, retry_share=0) as (session, stubs):
-        requests = await all_sent(session)
-        stubs[0].freeze()
-        gate.touch()
-        async with asyncio.timeout(60):
-            while await state_of(session, stubs[0]) != "down":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert await echo(session, "new") == "new"
-            assert not all(request.done() for request in requests)
-            stubs[0].signal(signal.SIGCONT)
-            assert await asyncio.gather(*requests) == [str(number) for number in range(CALLERS)]
-
-
 async def test_requests_of_a_frozen_server_stay_while_no_other_server_is_well(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     async with routed_stubs(0, gate=gate, **QUICK_CHECKS) as (session, stubs):

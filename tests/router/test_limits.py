@@ -6,7 +6,7 @@ import pytest
 
 from reward_loop.router.app import TimeLimit
 from reward_loop.router.messages import Refusal
-from reward_loop.router.proxy import Gate, RetryBudget
+from reward_loop.router.proxy import Gate
 
 
 async def enter(gate: Gate) -> None:
@@ -51,16 +51,6 @@ async def test_a_cancelled_waiter_keeps_no_place() -> None:
     assert (gate.inside, gate.waiting) == (1, 0)
     gate.leave()
     assert (gate.inside, gate.waiting) == (0, 0)
-
-
-def test_retries_are_a_share_of_the_requests() -> None:
-    budget = RetryBudget(0.5, reserve=2)
-    assert [budget.spend() for _ in range(3)] == [True, True, False]
-    budget.earn()
-    assert not budget.spend()
-    budget.earn()
-    assert budget.spend()
-    assert not RetryBudget(0).spend()
 
 
 async def limited(limit: TimeLimit, event: asyncio.Event) -> bool:

@@ -96,7 +96,7 @@ async def test_another_server_is_asked(failure: BackendAnswer | Exception) -> No
 async def test_after_a_stale_connection_another_server_is_asked_and_both_stay_in_use() -> None:
     servers = [Scripted(StaleError("x"), answer(200)) for _ in range(2)]
     # By the policy alone, the next attempt would go to the same server again, which may be dead.
-    async with calling(*servers, policy="affinity", max_attempts=1, retry_share=0) as caller:
+    async with calling(*servers, policy="affinity", max_attempts=1) as caller:
         assert await caller.ask() == 200
         assert sorted(server.asked for server in servers) == [1, 2]
         assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2
@@ -124,13 +124,6 @@ async def test_a_server_that_asks_for_a_pause_stays_in_use_and_the_client_gets_i
         assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2
     async with calling(busy, max_failures=1) as caller:
         assert b"\r\nretry-after: 7\r\n" in await caller.answer()
-
-
-async def test_without_the_budget_an_answer_is_passed_on_and_a_broken_connection_is_not() -> None:
-    async with calling(Scripted(answer(500)), Scripted(answer(500)), retry_share=0) as caller:
-        assert await caller.ask() == 500
-    async with calling(Scripted(BrokenError("x")), Scripted(answer(200)), retry_share=0) as caller:
-        assert await caller.ask() == 200
 
 
 def unfinished(*parts: bytes) -> BackendAnswer:

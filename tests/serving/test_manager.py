@@ -22,7 +22,7 @@ from reward_loop.client import classify
 from reward_loop.client.http import post as client_post
 from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ConfigError, ServerStartError
-from reward_loop.serving import RewardModelManager, serve_reward_model, supervisor
+from reward_loop.serving import RewardModelManager, serve_reward_model
 from reward_loop.serving.engines import Transformers
 from reward_loop.serving.process import ServerProcess
 from tests.support.servers import STUB_COMMAND, Watched, listed, post, refusing, until
@@ -370,22 +370,6 @@ async def all_sent(
 
 async def sent(session: aiohttp.ClientSession) -> int:
     return sum(backend["requests"] for backend in await listed(session))
-
-
-@pytest.mark.usefixtures("stubs")
-async def test_requests_of_a_killed_server_do_not_wait_for_its_restart(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "_pause_s", lambda _: 600.0)
-    async with served(config, 0.5) as (models, session):
-        for _ in range(2):  # The second time, the connections to the servers are used ones.
-            requests = await all_sent(session)
-            await asyncio.gather(*requests)
-        requests = await all_sent(session)
-        kill(models, "server 1")
-        async with asyncio.timeout(120):
-            assert await asyncio.gather(*requests) == TEXTS
-            assert await asyncio.gather(*(echo(session, text) for text in TEXTS)) == TEXTS
 
 
 @pytest.mark.usefixtures("stubs")
