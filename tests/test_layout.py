@@ -70,7 +70,6 @@ INSIDE: dict[str, set[str]] = {
     "managers.groups": {"CALLER", "Caller"},
     "managers.registry": {"OPTIONS", "is_known", "names"},
     "managers.scorer": {"Scorer", "load_scorer", "returns_results", "scored", "scores_groups"},
-    "scoring.isolation": {"SplitSemaphore"},
     "scoring.load": {"source_hash"},
     "scoring.results": {"check_result", "OUTSIDE_THE_MAIN_THREAD"},
     "scoring.signature": {"BY_NAME", "required_by_name", "resolve"},

@@ -40,8 +40,7 @@ from reward_loop.limits.outages import JudgeAddress
 from reward_loop.processes.child import callable_of
 from reward_loop.processes.outcome import CallOutcome, describe_exception, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.scoring.isolation import Isolation, in_processes, is_isolated
-from reward_loop.scoring.options import ScoringOptions
+from reward_loop.scoring.isolation import Isolation, ScoringOptions, in_processes, is_isolated
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve

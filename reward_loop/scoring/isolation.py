@@ -1,23 +1,53 @@
-"""Run sync reward functions in worker processes: the `isolated` decorator and its options."""
+"""How the user's function is called: `ScoringOptions`, and the decorator `isolated` for worker processes."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
+
+from pydantic import Field
 
 from reward_loop.errors import FunctionLoadError
+from reward_loop.limits.options import JobOptions
 from reward_loop.processes.child import callable_of
 from reward_loop.processes.pool import WorkerProcesses
+from reward_loop.records.options import RecordOptions
 from reward_loop.scoring.load import file_modules
 from reward_loop.scoring.signature import Target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "_reward_loop_isolation"
+
+
+class ScoringOptions(JobOptions, RecordOptions):
+    """How the user's function is called."""
+
+    timeout: float | None = Field(default=300.0, gt=0)
+    """Seconds from the start of the function to its deadline; ``None`` for no deadline."""
+
+    max_threads: int = Field(default=64, ge=1)
+    """The largest number of calls of a sync function that run at the same time."""
+
+    isolation: Literal["thread", "process"] = "thread"
+    """Where sync functions run: in threads, which cannot be killed, or in processes, which can. A function marked with
+    ``isolated`` always runs in processes."""
+
+    max_processes: int | None = Field(default=None, ge=1)
+    """The largest number of calls of a sync function that run in processes at the same time. By default the number of
+    cores. In a verl run, the reward workers of a node share its cores."""
+
+    max_memory_mb: int | None = Field(default=None, ge=16)
+    """The maximum memory of a call and of the processes that it started, in megabytes (2^20 bytes), in addition to what
+    loading the function takes. A worker process that exceeds it is killed, and its sample fails. By default there is no
+    limit."""
+
+    calls_per_process: int | None = Field(default=1, ge=1)
+    """The number of calls of a worker process, which is forked with the function loaded: with 1, no call sees what
+    another one has changed. ``null``: each process loads the function itself, and serves calls until it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +110,6 @@ def isolated(
         return function
 
     return mark if function is None else mark(function)
-
-
-class SplitSemaphore(threading.Semaphore):
-    """A `threading.Semaphore` that can be pickled: each worker process of the function gets its share, at least 1."""
-
-    def __init__(self, count: int, processes: int) -> None:
-        super().__init__(count)
-        self._share = max(1, count // processes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SplitSemaphore, (self._share, 1)
 
 
 def is_isolated(target: Target) -> bool:

@@ -63,32 +63,6 @@ _OF_TRAINERS = (
 """Forms of other trainers: parameters that only they have; the trainer; the arguments of the call in a wrapper; what
 gets the score from what the function returns."""
 
-_OTHER_FORMS = (
-    (
-        {"args", "sample"},
-        "this is the form of slime. Take its `response` as `solution_str`, its `label` as `ground_truth`",
-    ),
-    (
-        {"predict_str", "predicts", "predict", "response", "response_str", "completion_str", "output"},
-        "the text of the response is `solution_str`",
-    ),
-    (
-        {"prompt_ids"},
-        "this is the form of AReaL. Take `solution_str`, `prompt` and `response_ids`",
-    ),
-    (
-        {"data"},
-        "this is the form of a reward manager of verl, not of a function: set reward_model.reward_loop_class_name",
-    ),
-    ({"step", "global_step", "training_step"}, "the training step is `global_steps`"),
-    ({"progress", "total_training_steps", "max_steps"}, "the share of the run that is done is `training_progress`"),
-    ({"is_validate", "is_validation", "is_train", "split", "mode"}, "whether this is validation is `validate`"),
-    ({"finish_reason", "truncated", "stop_reason"}, "whether the response was cut off is `is_truncated`"),
-    ({"response_token_ids", "output_ids", "token_ids"}, "the token ids of the response are `response_ids`"),
-    ({"prompt_str", "raw_prompt", "question", "query"}, "the prompt is `prompt`"),
-)
-"""Parameters of functions in another form -> what fits them here."""
-
 _WHERE = {
     "ground_truth": "`ground_truth`, the reference answer",
     "prompt": "`prompt`, as text or chat messages",
@@ -328,9 +302,6 @@ def _fit(missing: set[str], is_async: bool, name: str, of_lists: bool) -> str:
                 f"{async_}def compute_score(solution_str, {prompt}ground_truth):\n"
                 f"    returned = {await_}{name.partition(' ')[0]}{arguments}\n    return returned{score}\n\n"
             )
-    for names, fit in _OTHER_FORMS:
-        if missing & names:
-            return f": {fit}."
     return ""
 
 

@@ -149,9 +149,3 @@ def test_functions_of_lists_and_of_one_sample_name_the_manager_that_calls_them()
         ScoringFunction(lambda solution_strs, ground_truths: [])
     with pytest.raises(FunctionLoadError, match=r"passes lists\. Choose .* `naive`"):
         ListScoringFunction(lambda solution_str: 0.0)
-
-
-@pytest.mark.parametrize(("name", "fit"), [("predict_str", "solution_str"), ("step", "global_steps")])
-def test_other_names_of_an_argument_are_known(name: str, fit: str) -> None:
-    with pytest.raises(FunctionLoadError, match=f"requires {name}, .* `{fit}`"):
-        ScoringFunction(logging_function(name, []))

@@ -189,25 +189,6 @@ def test_functions_that_cannot_be_called_are_refused_at_once(function, kwargs, m
         ScoringFunction(function, reward_kwargs=kwargs)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "fit"),
-    [
-        ("args, sample, **kwargs", "form of slime"),
-        ("data", "reward_model.reward_loop_class_name"),
-        ("prompt, completions, prompt_ids, completion_ids", "form of AReaL"),
-        ("solution_str, step", "the training step is `global_steps`"),
-        ("solution_str, finish_reason", "cut off is `is_truncated`"),
-        ("solution_st", "did you mean 'solution_str'"),
-    ],
-)
-def test_a_function_in_another_form_learns_what_fits(parameters, fit):
-    function = eval(f"lambda {parameters}: 0")
-    with pytest.raises(FunctionLoadError, match=fit):
-        ScoringFunction(function)
-    with pytest.raises(FunctionLoadError, match=r"passes lists\. Choose .* `naive`"):
-        ListScoringFunction(lambda solution_str, ground_truth: [0])
-
-
 async def test_an_import_in_the_function_names_the_folder_of_the_module(tmp_path):
     (tmp_path / "my_late_helper.py").touch()
     (tmp_path / "reward.py").write_text("def compute_score():\n    import my_late_helper\n")

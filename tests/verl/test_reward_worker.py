@@ -276,7 +276,7 @@ def test_the_sandbox_bound_is_shared_among_the_workers(with_function: Settings) 
 
     overrides = ("sandbox_fusion.url=http://x", "sandbox_fusion.max_concurrent=10", "reward.num_workers=3")
     kwargs = _sandbox_kwargs(with_function(None, *overrides), 1)
-    assert kwargs["concurrent_semaphore"]._value == 3
+    assert kwargs["sandbox_requests"] == 3
     assert kwargs["sandbox_fusion_url"] == "http://x"
 
 

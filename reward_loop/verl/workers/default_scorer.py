@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from typing import Any
 
 from reward_loop.scoring import isolated
@@ -21,9 +22,19 @@ for _name in ("gsm8k", "math_reward", "math_dapo", "prime_math", "prime_code", "
 
 @isolated
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    sandbox_requests: int | None = None,
+    **options: Any,
 ) -> Any:
-    """Return the score of verl's function of the same name. Arguments are those of verl."""
+    """Return the score of verl's function of the same name. Arguments are those of verl.
+
+    Only ``sandbox_requests`` is not: the largest number of requests of this call to a sandbox at a time.
+    """
     from verl.utils.reward_score import default_compute_score as of_verl
 
+    if sandbox_requests is not None:
+        options["concurrent_semaphore"] = threading.Semaphore(sandbox_requests)
     return of_verl(data_source, solution_str, ground_truth, extra_info, **options)

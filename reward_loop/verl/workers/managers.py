@@ -15,7 +15,6 @@ from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, 
 from reward_loop.processes import cause_of, usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
 from reward_loop.scoring import ScoringFunction, normalise
-from reward_loop.scoring.isolation import SplitSemaphore
 from reward_loop.types import Outcome, RewardResult, RewardSample
 from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.workers.own_scorers import guard
@@ -171,11 +170,10 @@ def _sandbox_kwargs(settings: RewardSettings, processes: int) -> dict[str, Any]:
     sandbox = settings.config.reward.sandbox_fusion
     if not sandbox.url:
         return {}
-    # Divide the limit among the workers: it holds for the whole job.
-    share = max(1, sandbox.max_concurrent // settings.num_workers)
     return {
         "sandbox_fusion_url": sandbox.url,
-        "concurrent_semaphore": SplitSemaphore(share, processes),
+        # The limit holds for the whole job: each process of each worker has its share, at least 1.
+        "sandbox_requests": max(1, sandbox.max_concurrent // settings.num_workers // processes),
         "memory_limit_mb": sandbox.memory_limit_mb,
     }
 
