@@ -1,14 +1,12 @@
 """What reward_loop does in verl's command, ``python -m verl.trainer.main_ppo``, and in recipes, before Ray starts.
 
 The plug-in of Hydra (``hydra_plugins/reward_loop_plugin.py``) calls `check_command` before the configuration is
-composed, and `begin` before the first call of verl's ``main``. ``python -m reward_loop.verl.main_ppo`` is verl's
-command with the reward loop turned on.
+composed, and `begin` before the first call of verl's ``main``.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ from reward_loop.serving.models import model_kind
 from reward_loop.verl.installed import VerlVersionError, check_version, installed_version
 from reward_loop.verl.options import RewardSettings, resolve
 
-__all__ = ["main", "run"]
+__all__ = ["run"]
 
 UNTESTED = "reward_loop.untested_verl"
 """The option that accepts another release of verl."""
@@ -90,8 +88,8 @@ def _prepare(config: DictConfig, task_runner: Any) -> Callable[[Callable[..., No
     only_checks = bool(OmegaConf.select(config, "reward_loop.check"))
     settings = resolve(config)
     check_function(settings)
-    if settings.model is not None and settings.model.model_path:  # external servers may have no path
-        _check_model(settings, settings.model)
+    if settings.model is not None and settings.scores_by_model:
+        _check_model(settings.model)
 
     def train(run_ppo: Callable[..., None]) -> None:
         from ray.exceptions import RayTaskError
@@ -141,12 +139,9 @@ def check_function(settings: RewardSettings) -> None:
         scoring_function(manager, function, settings.options, reward_kwargs=settings.function.kwargs)
 
 
-def _check_model(settings: RewardSettings, model: RewardModelConfig) -> None:
+def _check_model(model: RewardModelConfig) -> None:
     option = "reward.reward_model.model_path"
-    kind = model_kind(str(model.model_path), option) if model.kind == "auto" else model.kind
-    if not settings.scores_by_model:
-        return
-    if kind == "generative":
+    if (model_kind(str(model.model_path), option) if model.kind == "auto" else model.kind) == "generative":
         raise ConfigError(
             f"{option}={model.model_path} is a generative model, and needs a function that asks it for a score: set "
             "custom_reward_function.path to a file whose compute_score takes reward_router_address. Only a "
@@ -177,18 +172,3 @@ def _stop(message: str, status: int) -> NoReturn:
         sys.modules["ray"].shutdown()
     print(f"\n{message}", file=sys.stderr)
     sys.exit(status)
-
-
-def main() -> None:
-    """Run verl's command with the reward loop turned on."""
-    words = sys.argv
-    if not any(word.lstrip("+").startswith("reward_model.use_reward_loop=") for word in words):
-        # Before the first override: Hydra accepts flags before or after the overrides, not between.
-        first = (i for i, word in enumerate(words) if i and "=" in word and not word.startswith("-"))
-        words.insert(next(first, len(words)), "reward_model.use_reward_loop=True")
-    check_command(words, fits=True)  # before verl is imported
-    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.schedule import StepOrder
+from reward_loop.agent.schedule import FilterForecast, StepOrder
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
-from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
 from reward_loop.verl.trainer.replay_buffer import Evicted
 from tests.verl.trainers import NoJob

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.verl.trainer.filter_forecast import FilterForecast
+from reward_loop.agent.schedule import FilterForecast
 
 COUNTS = st.integers(0, 300)
 

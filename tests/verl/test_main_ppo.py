@@ -66,18 +66,6 @@ def test_a_bad_function_stops_the_command_before_anything_starts(
     assert complaint in error
 
 
-def test_a_reward_model_that_does_not_exist_stops_the_command(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "f.py").write_text("async def compute_score(solution_str, reward_router_address): return 1.0\n")
-    error = refused(
-        "reward_model.enable=True",
-        "reward_model.rollout.name=transformers",
-        f"reward_model.model.path={tmp_path}/nowhere",
-        f"custom_reward_function.path={tmp_path}/f.py",
-    )
-    assert "reward.reward_model.model_path" in error
-    assert "nowhere" in error
-
-
 def test_a_generative_model_without_a_function_stops_the_command(
     refused: Callable[..., str], tiny_generative_model: Path
 ) -> None:

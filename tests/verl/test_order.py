@@ -11,12 +11,11 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.schedule import StepOrder
+from reward_loop.agent.schedule import FilterForecast, StepOrder
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.tq_rows import select
-from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer, StepBatch
 from reward_loop.verl.trainer.replay_buffer import Evicted
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError

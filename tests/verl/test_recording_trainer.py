@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.utils.debug import marked_timer
+from verl.utils.profiler import marked_timer, simple_timer
 
 from reward_loop.records import records
 from reward_loop.records.events import read_events
 from reward_loop.verl import tq_rows
 from reward_loop.verl.trainer import recording_trainer
 from reward_loop.verl.trainer.recording_trainer import RecordedSeconds, advantages
-from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward, added_seconds
+from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import constructed, set_up
@@ -30,7 +30,7 @@ def test_a_phase_ends_whenever_a_timer_adds_seconds() -> None:
     with marked_timer("step", seconds):
         with marked_timer("update_actor", seconds):
             pass
-        with added_seconds("update_actor", seconds):
+        with simple_timer("update_actor", seconds):
             pass
     assert [name for name, _ in ended] == ["update_actor", "update_actor", "step"]
     assert sum(added for name, added in ended if name == "update_actor") == pytest.approx(seconds["update_actor"])

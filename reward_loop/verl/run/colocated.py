@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 from omegaconf import DictConfig
 from typing_extensions import override
 from verl.experimental.reward_loop import RewardModelManager
+from verl.utils.profiler import simple_timer
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.config import RewardModelConfig
@@ -28,7 +29,6 @@ from reward_loop.serving.manager import serve_reward_model
 from reward_loop.serving.models import model_kind
 from reward_loop.verl.run.reward_model import verls_options
 from reward_loop.verl.run.services import reachable
-from reward_loop.verl.trainer.reward_metrics import added_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class ColocatedRewardModel:
 
     @contextmanager
     def _changing(self, what: str, metrics: dict[str, float], seconds: str) -> Iterator[None]:
-        with added_seconds(seconds, metrics):
+        with simple_timer(seconds, metrics):
             try:
                 yield
             except ServerError:

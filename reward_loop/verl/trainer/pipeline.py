@@ -58,20 +58,19 @@ from typing_extensions import override
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.trainer.ppo.v1.utils import MetricsAggregator
-from verl.utils.debug import marked_timer
+from verl.utils.profiler import marked_timer, simple_timer
 from verl.utils.tensordict_utils import assign_non_tensor
 
-from reward_loop.agent.schedule import Action, Generate, Prepare, Train, Wait
+from reward_loop.agent.schedule import Action, FilterForecast, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
 from reward_loop.verl.options import PIPELINE_MODE, mini_batch_groups, read_mode, step_order
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import JUDGED, TRAINING_STEP, uid_of
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
-from reward_loop.verl.trainer.filter_forecast import FilterForecast
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
-from reward_loop.verl.trainer.reward_metrics import added_seconds, overlap_metrics
+from reward_loop.verl.trainer.reward_metrics import overlap_metrics
 
 
 @register_trainer(PIPELINE_MODE)
@@ -145,7 +144,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         # The loop ends before the iterator does: the next step continues with the action that follows.
         for action in self._actions:
             if isinstance(action, Generate):
-                with added_seconds("gen", timing_raw):
+                with simple_timer("gen", timing_raw):
                     self.on_sample_begin()
                     later = (action.step - self.global_steps) * self.config.data.train_batch_size
                     self._submit(self._missing(self.replay_buffer.unfinished(), metrics, later=later), action.step)
@@ -156,7 +155,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
                 case Prepare():
                     self._prepare(self._batch, metrics, timing_raw)
                 case Wait(mini_batches=count):
-                    with added_seconds("wait_reward", timing_raw):
+                    with simple_timer("wait_reward", timing_raw):
                         self.replay_buffer.wait(lambda: self._ready(self.global_steps) >= count)
                 case Train(first=first, count=count):
                     last = first + count == self._schedule.mini_batches
@@ -210,25 +209,25 @@ class RewardPipelineTrainer(PPOTrainerSync):
         size = self.config.data.train_batch_size
         missing = 0
         while True:
-            with added_seconds("gen", timing_raw):
+            with simple_timer("gen", timing_raw):
                 self._submit(missing, self.global_steps)
                 self.replay_buffer.wait(lambda: not self.replay_buffer.generating())
             if not self._replaces:
                 break
-            with added_seconds("wait_reward", timing_raw):
+            with simple_timer("wait_reward", timing_raw):
                 # The engine is awake until then, because it may have to generate replacements.
                 missing = self._wait_for_filter(size, metrics)
             if not missing:
                 break
         uids, self._submitted = self._submitted[:size], self._submitted[size:]
-        with added_seconds("gen", timing_raw):
+        with simple_timer("gen", timing_raw):
             self.on_sample_end()
         self._job.check()  # waits poll only while something is missing
         trajectories = self._trajectories(uids)
         if self.reward_loop_manager.reward_loop_worker_handles is None:
             # The reward model runs on the trainer's GPUs, so nothing overlaps with judging.
             began = time.time()
-            with added_seconds("wait_reward", timing_raw):
+            with simple_timer("wait_reward", timing_raw):
                 self._judge_colocated(trajectories)
             self._judged = [(began, began + timing_raw["wait_reward"])]
         # The rows without a reward are still among them: the rewards have not arrived.
@@ -303,7 +302,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if rows:  # otherwise, all rollouts of the groups failed
             try:
                 part = self._learners(select(batch.whole, rows))
-                with added_seconds("adv", timing_raw):
+                with simple_timer("adv", timing_raw):
                     self._compute_advantage(part, metrics=part_metrics)
                 learners = part.keys
             except NothingToLearnError as error:
@@ -328,10 +327,10 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     def _update(self, rows: KVBatchMeta, metrics: dict, timing_raw: dict) -> None:
         if self.use_critic:
-            with added_seconds("update_critic", timing_raw):
+            with simple_timer("update_critic", timing_raw):
                 self._update_critic(copy(rows), metrics=metrics)
         if self.config.trainer.critic_warmup <= self.global_steps:
-            with added_seconds("update_actor", timing_raw):
+            with simple_timer("update_actor", timing_raw):
                 self._update_actor(copy(rows), metrics=metrics)
 
     def _finish_step(self, batch: StepBatch, metrics: dict) -> KVBatchMeta:

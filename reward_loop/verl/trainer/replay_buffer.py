@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
-from reward_loop._util.text import shorten
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.types import Outcome, finite_number
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import SamplerOptions
 from reward_loop.verl.samples import GENERATED, JUDGED, session_of, uid_of
@@ -130,9 +130,6 @@ class RewardReplayBuffer(ReplayBuffer):
         A group is filtered out if two or more of its samples are scored, and all of these have the same value of the
         metric. Others count neither with the reward 0 or the default score, as they would in verl, nor do they need
         the metric.
-
-        Raises:
-            ConfigError: a value of the metric is not a number.
         """
         # verl takes groups in its cache as examined, and examines only those that are left.
         decided = self._dapo_classification_cache[partition_id]
@@ -146,19 +143,18 @@ class RewardReplayBuffer(ReplayBuffer):
         undecided = set()
         for key, reward in read_rewards(batch).items():
             uid, (session, _) = uid_of(key), session_of(key)
-            value = reward.reward if metric == REWARD_METRIC else reward.info.get(metric)
-            if not reward.is_scored:
+            value = finite_number(reward.reward if metric == REWARD_METRIC else reward.info.get(metric))
+            if reward.outcome is not Outcome.SCORED:
                 continue
             if value is not None:
                 # By session, whose outputs all have the same reward: it counts once.
-                values[uid][session] = _number(value, metric, session)
-            else:  # verl stops the run
+                values[uid][session] = value
+            else:  # verl decides, and stops the run for what is missing or no number
                 undecided.add(uid)
         for uid in values.keys() - undecided:
             scores = list(values[uid].values())
             # verl compares the standard deviation with 0, which it misses for 0.1, 0.1, 0.1 by a rounding error.
-            # Each one, not the extremes: a NaN is neither. Like verl, this keeps a group with one.
-            alike = len(scores) > 1 and all(score == scores[0] for score in scores)
+            alike = len(scores) > 1 and min(scores) == max(scores)
             decided[uid] = scores[0] if alike else None
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
@@ -174,16 +170,6 @@ class RewardReplayBuffer(ReplayBuffer):
             f"(trainer.v1.sampler.stall_timeout_s={self._stall_timeout_s:g}). reward_loop.watchdog_s logs "
             f"the samples that are being scored. Missing, the first of them:\n  {named}"
         )
-
-
-def _number(value: Any, metric: str, rollout: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f"algorithm.filter_groups.metric={metric}: rollout {rollout} has the value {shorten(value)}, which is not "
-            "a number: have the function return a number under this name, or name another metric"
-        ) from None
 
 
 def extend(buffer: Any, sampler: SamplerOptions) -> RewardReplayBuffer:

@@ -22,6 +22,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from reward_loop.types import Outcome
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import FAILURE, uid_of
 from reward_loop.verl.tq_rows import clear, read_rewards, read_tags, read_trajectories, write_tags
@@ -67,7 +68,7 @@ def reset_unscored_prompts(*, judged: bool) -> set[str]:
     kept = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
     if judged:
         rewards = read_rewards(read_trajectories(kept))
-        kept -= {uid_of(key) for key, reward in rewards.items() if not reward.is_scored}
+        kept -= {uid_of(key) for key, reward in rewards.items() if reward.outcome is not Outcome.SCORED}
     logger.warning(
         "the checkpoint has %d prompts: %d have all their scores, and %d are generated again",
         *(len(prompts), len(kept), len(prompts) - len(kept)),

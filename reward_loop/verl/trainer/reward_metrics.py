@@ -7,10 +7,8 @@ counts. So the metrics here are computed once per step, from all its samples.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +23,6 @@ Info = Mapping[str, Any]
 
 _MEASURED = frozenset(f"reward_{name}" for name in MEASURED) - {"reward_outage_s"}
 """Keys of the values that the reward loop measures for every sample."""
-
-
-@contextmanager
-def added_seconds(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Add the seconds spent in the block to ``seconds[name]``."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
 
 
 @dataclass(slots=True)
@@ -66,11 +54,6 @@ class TrajectoryReward:
     def outcome(self) -> Outcome:
         """The outcome of scoring."""
         return self.result.outcome
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether the sample has a score."""
-        return self.outcome is Outcome.SCORED
 
     @property
     def is_masked(self) -> bool:
@@ -118,7 +101,7 @@ class StepRewards:
                     continue
                 elif (number := finite_number(value)) is not None:
                     returned[name].append(number)
-        raw = [sample.raw_score for sample in samples if sample.is_scored]
+        raw = [sample.raw_score for sample in samples if sample.outcome is Outcome.SCORED]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
         if raw:
