@@ -223,7 +223,8 @@ def resolve(config: DictConfig) -> RewardSettings:
     """
     with open_dict(config):
         _fill_in(config)
-        moved = {f"reward_model.rollout.{key}": f"reward.reward_model.rollout.{key}" for key in _old_rollout(config)}
+        rollout = config.reward_model.get("rollout") or {}
+        moved = {f"reward_model.rollout.{key}": f"reward.reward_model.rollout.{key}" for key in rollout}
         for old, new in (MOVED | moved).items():
             _move(config, old, new)
         if config.reward_model.reward_loop_module_path is not None and config.reward_model.reward_loop_source is None:
@@ -248,11 +249,6 @@ def _fill_in(config: DictConfig) -> None:
         config.reward_model.use_reward_loop = True
     for name in ("check", "untested_verl"):  # of the command alone
         config.reward_loop.pop(name)
-
-
-def _old_rollout(config: DictConfig) -> Mapping[Any, Any]:
-    rollout: Mapping[Any, Any] = config.reward_model.get("rollout") or {}
-    return rollout
 
 
 def _move(config: DictConfig, old: str, new: str) -> None:

@@ -15,7 +15,6 @@ from examples.gsm8k import prepare
 from reward_loop.serving.engines import ENGINES
 from reward_loop.verl.main_ppo import check_function
 from reward_loop.verl.options import RewardSettings
-from tests.support.gsm8k import DATA, needs_gsm8k
 from tests.verl.configs import resolved
 
 pytestmark = pytest.mark.integration
@@ -99,25 +98,3 @@ def test_vllms_parser_accepts_the_command_line_of_the_reward_models_servers(sett
     # CUDA graphs make the tokens of a judge faster, and take memory of the trainer's GPUs.
     own_gpus = settings.config.reward.reward_model.enable_resource_pool
     assert given.enforce_eager != (own_gpus and not settings.scores_by_model)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_more_options_follow_those_of_the_script(script: str, tmp_path: Path) -> None:
-    assert command(script, tmp_path, "trainer.total_epochs=1", "a b")[-2:] == ["trainer.total_epochs=1", "a b"]
-
-
-@needs_gsm8k
-def test_the_data_is_what_verl_and_the_functions_read(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    from examples.gsm8k.reward import compute_score
-
-    program = [sys.executable, EXAMPLES / "gsm8k" / "prepare.py", "--jsonl", DATA, "--output", tmp_path]
-    done = subprocess.run(program, check=True, timeout=120, capture_output=True, text=True)
-    assert "train.parquet: 7473 problems" in done.stdout
-    rows = pq.read_table(tmp_path / "test.parquet").to_pylist()
-    assert len(rows) == 1319
-    for row in rows:
-        truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
-        assert row["prompt"][0]["content"].startswith(extra["question"])
-        assert compute_score(extra["answer"], truth)["score"] == 1.0

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from reward_loop.errors import ConfigError
 from reward_loop.verl import main_ppo
 from tests.support.fork_server import forking_python
 from tests.support.pages import blocks
-from tests.verl.configs import configuration, resolved
+from tests.verl.configs import configuration
 from tests.verl.runs import write_data
 
 pytestmark = pytest.mark.integration  # starts the command
@@ -101,40 +100,6 @@ def test_a_function_may_import_verl_on_a_cpu_and_check_starts_nothing(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "The options are valid, and the reward function loads" in done.stdout
     assert "ray" not in done.stdout.lower()
-
-
-MANAGERS = """
-from reward_loop import RewardLoopManagerBase
-class Fine(RewardLoopManagerBase):
-    pass
-class NoManager:
-    pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("manager", "complaint"),
-    [
-        ("Fine", None),
-        ("Fin", r"has no 'Fin'; did you mean 'Fine'"),
-        ("NoManager", r"NoManager is not a reward manager"),
-    ],
-)
-@pytest.mark.parametrize("by", ["name", "module"])
-def test_a_manager_that_cannot_be_loaded_stops_the_command(
-    tmp_path: Path, manager: str, complaint: str | None, by: str
-) -> None:
-    (tmp_path / "managers.py").write_text(MANAGERS)
-    path = f"{tmp_path}/managers.py"
-    given = [f"reward_model.reward_manager={path}:{manager}"]
-    if by == "module":
-        given = [f"reward_model.reward_loop_module_path={path}", f"reward_model.reward_loop_class_name={manager}"]
-    settings = resolved(*given)
-    if complaint is None:
-        main_ppo.check_function(settings)
-    else:
-        with pytest.raises(ConfigError, match=complaint):
-            main_ppo.check_function(settings)
 
 
 def test_the_command_of_the_readme_passes_its_checks(tmp_path: Path, tiny_generative_model: Path) -> None:

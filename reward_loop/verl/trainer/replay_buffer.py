@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 
+from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Outcome, finite_number
 from reward_loop.verl.installed import replaced
@@ -22,8 +23,8 @@ from reward_loop.verl.tq_rows import KVBatchMeta, read_rewards
 REWARD_METRIC = "reward"
 """The value of ``algorithm.filter_groups.metric`` that stands for the reward, and not for a key of the extra info."""
 
-NAMED_PROMPTS = 5
-"""The largest number of prompts that an error message names."""
+NAMED = 5
+"""The largest number of prompts, and of rollouts, that an error message names."""
 
 
 class Evicted(NamedTuple):
@@ -159,16 +160,12 @@ class RewardReplayBuffer(ReplayBuffer):
 
     def _stalled(self, partition_id: str, prompts: list[str]) -> str:
         what = "validation" if partition_id == "val" else "training"
-        rows = self.partitions[partition_id].items()
-        waiting = {uid: [key for key, tag in rows if uid_of(key) == uid and JUDGED not in tag] for uid in prompts}
-        named = "\n  ".join(
-            f"prompt {uid}: generated, without a reward: {', '.join(keys) or 'none'}"
-            for uid, keys in list(waiting.items())[:NAMED_PROMPTS]
-        )
+        rows = [key for key, tag in self.partitions[partition_id].items() if JUDGED not in tag]
         return (
             f"nothing happened for {self._quiet:.0f} s while {what} waited for {len(prompts)} prompts "
             f"(trainer.v1.sampler.stall_timeout_s={self._stall_timeout_s:g}). reward_loop.watchdog_s logs "
-            f"the samples that are being scored. Missing, the first of them:\n  {named}"
+            f"the samples that are being scored. The first prompts: {listing(prompts[:NAMED])}; "
+            f"generated, without a reward: {listing(rows[:NAMED])}"
         )
 
 

@@ -45,12 +45,6 @@ class TrajectoryReward:
             self.reward = 0.0
 
     @property
-    def raw_score(self) -> float:
-        """The score before ``post_process_scores``."""
-        raw: float = self.info.get("raw_score", self.reward)
-        return raw
-
-    @property
     def outcome(self) -> Outcome:
         """The outcome of scoring."""
         return self.result.outcome
@@ -59,10 +53,6 @@ class TrajectoryReward:
     def is_masked(self) -> bool:
         """Whether the sample is excluded from training."""
         return self.result.masked
-
-
-Rewards = Mapping[str, TrajectoryReward]
-"""The rewards of a batch by key of the trajectory."""
 
 
 @dataclass
@@ -101,7 +91,7 @@ class StepRewards:
                     continue
                 elif (number := finite_number(value)) is not None:
                     returned[name].append(number)
-        raw = [sample.raw_score for sample in samples if sample.outcome is Outcome.SCORED]
+        raw = [sample.info.get("raw_score", sample.reward) for sample in samples if sample.outcome is Outcome.SCORED]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
         if raw:
