@@ -24,11 +24,11 @@ import os
 import pickle
 import re
 import socket
-import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import cloudpickle
 from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
-from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup
+from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup, message
 from reward_loop.processes.outcome import CallOutcome
 
 _STOP_SECONDS = 5.0
@@ -127,7 +127,7 @@ class WorkerProcesses:
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-        call = HEADER.pack(CALL, len(content)) + content
+        call = message(CALL, content)
         # A semaphore belongs to one event loop; this object may be used in several, one after another.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
@@ -171,11 +171,20 @@ class WorkerProcesses:
         """
         template = self._started()
         child = template.fork()
-        if (problem := child.load()) is not None:
-            child.close()
-            self.close()
-            raise FunctionLoadError(f"{self._name} {problem}")
+        # In a thread: this one may have a running event loop.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                loading = child.call(message(CALL), None, lambda: None)
+                error = thread.submit(asyncio.run, loading).result().error
+            except RewardCrashedError as crash:
+                error = crash
+            except BaseException:
+                child.close()  # at Ctrl-C, the thread ends with the connection
+                raise
         template.idle.append(child)
+        if error is not None:
+            self.close()
+            raise FunctionLoadError(f"{self._name} {error.problem}")
 
     def _started(self) -> _TemplateProcess:
         """Return the template, which is started if none runs."""
@@ -275,22 +284,6 @@ class _Child:
         """Whether the last call has started."""
         self.is_usable = False
         """Whether the last call has ended, and the child serves another one."""
-
-    def load(self) -> str | None:
-        """Wait until the child can serve calls; return why it cannot, or ``None``."""
-        self._connection.settimeout(_START_SECONDS)
-        try:
-            self._connection.sendall(HEADER.pack(CALL, 0))
-            with self._connection.makefile("rb") as received:
-                _, length = HEADER.unpack(received.read(HEADER.size))
-                error = _unpack(received.read(length)).error
-            return None if error is None else error.problem
-        except TimeoutError:
-            return _NOT_LOADED.format(_START_SECONDS)
-        except (OSError, struct.error):  # the end of the connection
-            return _death(self._report())
-        finally:
-            self._connection.setblocking(False)
 
     async def call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         """Run one call; see `WorkerProcesses.run`.

@@ -40,7 +40,7 @@ from reward_loop.limits.outages import JudgeAddress
 from reward_loop.processes.child import callable_of
 from reward_loop.processes.outcome import CallOutcome, describe_exception, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.scoring.isolation import Isolation, ScoringOptions, in_processes, is_isolated
+from reward_loop.scoring.isolation import ScoringOptions, in_processes, is_isolated
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
@@ -113,11 +113,13 @@ class UserFunction:
         self.takes = self._target.passes
         self._threads = DaemonThreads(options.max_threads)
         self._executor: DaemonThreads | WorkerProcesses = self._threads
-        self._calls_per_process = options.calls_per_process
         self._object: Any = None
         """The function, or the object whose method is called; ``None`` until it is needed in this process."""
         if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
-            self.isolate(options.max_processes, options.max_memory_mb)
+            self._executor = processes = in_processes(self._target, options)
+            # Its constructor does not run in this process: if it raises, every sample would fail.
+            if inspect.isclass(self._target.origin):
+                processes.load()
         else:
             self._function = callable_of(self._made())
         self._retry = Retry(options.retry)
@@ -153,32 +155,16 @@ class UserFunction:
             where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
         return f"{type(self).__name__}({self.name}, {where}, timeout={self.timeout})"
 
-    def isolate(self, max_processes: int | None = None, max_memory_mb: int | None = None) -> None:
-        """Run all further calls in worker processes. Values set by `isolated` on the function take precedence.
-
-        Raises:
-            FunctionLoadError: the function is async, cannot be pickled, or is a class that cannot be instantiated.
-        """
-        self._close_processes()
-        isolation = Isolation(max_processes, max_memory_mb, self._calls_per_process)
-        self._executor = executor = in_processes(self._target, isolation)
-        # Its constructor has not run in this process: if it raises, every sample would fail.
-        if inspect.isclass(self._target.origin):
-            executor.load()
-
     def close(self) -> None:
         """Stop the idle worker processes, and close the limits that the function created itself.
 
         The process that forks them is stopped too if no call is in flight. A later call starts new ones, and reopens
         the limits.
         """
-        self._close_processes()
-        if self._owns_limits:
-            self.limits.close()
-
-    def _close_processes(self) -> None:
         if isinstance(self._executor, WorkerProcesses):
             self._executor.close()
+        if self._owns_limits:
+            self.limits.close()
 
     async def _call(self, make_arguments: Callable[..., dict[str, Any]], step: int | None) -> CallOutcome:
         """Call the function, and again after transient errors and outages.

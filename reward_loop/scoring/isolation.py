@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import EllipsisType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from pydantic import Field
 
@@ -50,21 +48,11 @@ class ScoringOptions(JobOptions, RecordOptions):
     another one has changed. ``null``: each process loads the function itself, and serves calls until it is killed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Isolation:
-    """Options for running a function in worker processes.
-
-    Args:
-        max_processes: the maximum number of concurrent calls; by default the number of cores.
-        max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes; by default none.
-        calls_per_process: the number of calls of a process; ``None``: each process loads the function itself, and
-            serves calls until it is killed.
-    """
+class Isolation(NamedTuple):
+    """What a function is marked with; ``None``: as in the options of the run."""
 
     max_processes: int | None = None
     max_memory_mb: int | None = None
-    calls_per_process: int | EllipsisType | None = ...
-    """``...``: as in the other options."""
 
 
 @overload
@@ -72,21 +60,11 @@ def isolated(function: F, /) -> F: ...
 
 
 @overload
-def isolated(
-    *,
-    max_processes: int | None = None,
-    max_memory_mb: int | None = None,
-    calls_per_process: int | EllipsisType | None = ...,
-) -> Callable[[F], F]: ...
+def isolated(*, max_processes: int | None = None, max_memory_mb: int | None = None) -> Callable[[F], F]: ...
 
 
 def isolated(
-    function: F | None = None,
-    /,
-    *,
-    max_processes: int | None = None,
-    max_memory_mb: int | None = None,
-    calls_per_process: int | EllipsisType | None = ...,
+    function: F | None = None, /, *, max_processes: int | None = None, max_memory_mb: int | None = None
 ) -> F | Callable[[F], F]:
     """Mark a sync reward function or class to run in worker processes, which are killed at the deadline.
 
@@ -96,8 +74,6 @@ def isolated(
         function: the function or class, if used as ``@isolated`` without arguments.
         max_processes: the maximum number of concurrent calls.
         max_memory_mb: the memory limit (in 2^20 bytes) of a process with its child processes.
-        calls_per_process: the number of calls of a process. With 1, no call sees what another one has changed.
-            ``None``: each process loads the function itself, and serves calls until it is killed.
 
     Example::
 
@@ -106,7 +82,7 @@ def isolated(
     """
 
     def mark(function: F) -> F:
-        setattr(function, _MARK, Isolation(max_processes, max_memory_mb, calls_per_process))
+        setattr(function, _MARK, Isolation(max_processes, max_memory_mb))
         return function
 
     return mark if function is None else mark(function)
@@ -117,7 +93,7 @@ def is_isolated(target: Target) -> bool:
     return _mark_of(target.origin) is not None
 
 
-def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
+def in_processes(target: Target, options: ScoringOptions) -> WorkerProcesses:
     """Return a process pool for the function. Values set by `isolated` take precedence over ``options``.
 
     Raises:
@@ -135,8 +111,6 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
         )
     # The author of the function knows what it needs, so the mark wins over the options of the run.
     mark = _mark_of(target.origin) or Isolation()
-    calls = options.calls_per_process if mark.calls_per_process is ... else mark.calls_per_process
-    assert not isinstance(calls, EllipsisType)  # `options` are those of the run
     return WorkerProcesses(
         target.origin,
         target.constructor,
@@ -144,7 +118,7 @@ def in_processes(target: Target, options: Isolation) -> WorkerProcesses:
         files=file_modules(),
         max_processes=mark.max_processes or options.max_processes,
         max_memory_mb=mark.max_memory_mb or options.max_memory_mb,
-        calls_per_process=calls,
+        calls_per_process=options.calls_per_process,
     )
 
 

@@ -63,19 +63,6 @@ _OF_TRAINERS = (
 """Forms of other trainers: parameters that only they have; the trainer; the arguments of the call in a wrapper; what
 gets the score from what the function returns."""
 
-_WHERE = {
-    "ground_truth": "`ground_truth`, the reference answer",
-    "prompt": "`prompt`, as text or chat messages",
-    "response_ids": "`response_ids`, the token ids of the response",
-    "response_length": "`response_length`, in tokens",
-    "is_truncated": "`is_truncated`",
-    "global_steps": "`step`, the training step",
-    "training_progress": "`training_progress`, from 0 to 1",
-    "uid": "`uid`",
-    "validate": "`validate`",
-}
-"""Argument -> the field of a sample from which it comes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -127,7 +114,7 @@ class Target:
         for name in self.needs:
             if missing(getattr(sample, name)):
                 return (
-                    f"it has no {_WHERE[name]}, which {self.name} requires as `{name}`. See the table of arguments in "
+                    f"it has no `{name}`, which {self.name} requires. See the table of arguments in "
                     "docs/reward-functions.md for where it is known, or give the parameter a default"
                 )
         return None

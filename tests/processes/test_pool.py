@@ -152,13 +152,14 @@ client = socket.create_connection(server.getsockname())
 
 
 @pytest.mark.parametrize(("code", "left"), [(THREAD, "1 thread"), (CONNECTION, "a connection to ")])
-async def test_what_a_fork_could_not_use_is_loaded_in_each_process(isolate, tmp_path, capfd, code, left):
+async def test_what_a_fork_could_not_use_is_an_error_with_the_option_for_it(isolate, tmp_path, code, left):
     path = tmp_path / "loads.py"
     path.write_text(f"import os\n{code}def compute_score():\n    return os.getpid()\n")
-    scoring = isolate(load_function(str(path)))
-    pids = [(await scoring(RewardSample(""))).score for _ in range(3)]
-    assert len(set(pids)) == 1
-    assert f"loading compute_score (loads.py) leaves {left}" in capfd.readouterr().err
+    function = load_function(str(path))
+    error = (await isolate(function)(RewardSample(""))).error
+    assert f"compute_score (loads.py) leaves {left}" in error
+    assert "set calls_per_process=null" in error
+    assert (await isolate(function, calls_per_process=None)(RewardSample(""))).error is None
 
 
 async def test_as_many_at_a_time_as_there_are_processes(isolate, fifo):
@@ -298,14 +299,6 @@ async def test_memory_has_a_bound(isolate, does):
     assert "act (misbehaving.py) was killed: its worker process used " in result.error
     assert "more than max_memory_mb allows" in result.error
     assert (await scoring(sample("works"))).score == 1.0
-
-
-async def test_many_calls_each_end_once(isolate):
-    scoring = isolate(max_processes=3)
-    does = ["works", "raises", "exits_at_once", "works", "closes_its_streams", "crashes", "process_id"] * 12
-    results = await asyncio.gather(*(scoring(sample(what)) for what in does))
-    failing = {"raises", "exits_at_once", "crashes"}
-    assert [result.outcome is Outcome.FAILED for result in results] == [what in failing for what in does]
 
 
 def opened_and_closed(settled):
@@ -529,20 +522,6 @@ async def test_a_process_that_could_not_load_the_function_gets_one_call_only(iso
     assert "MemoryError" in (await scoring(RewardSample(""))).error
     path.write_text(kept)
     assert (await scoring(RewardSample(""))).score == 1.0
-
-
-async def test_a_module_that_never_loads(isolate, tmp_path, monkeypatch):
-    path = tmp_path / "loads.py"
-    path.write_text("def compute_score(extra_info):\n    return 1\n")
-    scoring = isolate(load_function(str(path)))
-    path.write_text("import threading\nthreading.Event().wait()\n")
-    monkeypatch.setattr(pool, "_START_SECONDS", 0.5)
-    monkeypatch.setattr(pool, "_STOP_SECONDS", 0.5)
-    # More than the socket takes while nobody reads.
-    for text in ("", "x" * (8 << 20)):
-        result = await asyncio.wait_for(scoring(RewardSample("", extra_info={"text": text})), 60)
-        assert isinstance(result.exception, RewardCrashedError)
-        assert "compute_score (loads.py) was not loaded in a worker process within 0.5 s" in result.error
 
 
 @isolated

@@ -1,11 +1,10 @@
 import asyncio
-import os
 
 import numpy as np
 import pytest
 
-from reward_loop import FunctionLoadError, Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
-from reward_loop.scoring import ListScoringFunction, isolated
+from reward_loop import Outcome, RewardFunctionError, RewardLoopConfig, RewardSample
+from reward_loop.scoring import ListScoringFunction
 
 SAMPLES = [
     RewardSample("a", "math", "A", {"level": 1, "tags": ["x"]}, uid="u0"),
@@ -126,21 +125,3 @@ async def test_attempts_and_times_are_those_of_the_call():
     assert first.wait_s > 0
     for result in results[:4]:
         assert (result.work_s, result.wait_s) == (first.work_s, first.wait_s)
-
-
-def test_the_signature_is_read():
-    function = ListScoringFunction(lambda solution_strs, ground_truths, data_sources=None: [])
-    assert function.requires == {"solution_str", "ground_truth"}
-    with pytest.raises(FunctionLoadError, match=r"requires solution_str,.*solution_strs"):
-        ListScoringFunction(lambda solution_str: 1)
-
-
-@isolated
-def in_a_process(solution_strs):
-    return [{"score": len(text), "pid": os.getpid()} for text in solution_strs]
-
-
-async def test_the_mark_for_processes_is_heeded():
-    results = await ListScoringFunction(in_a_process)(SAMPLES)
-    assert [result.score for result in results] == [1, 2], results
-    assert results[0].extra_info["pid"] == results[1].extra_info["pid"] != os.getpid()

@@ -279,25 +279,6 @@ async def test_no_exception_of_the_user_ends_more_than_its_sample(exception, is_
     assert isinstance(result.exception, RewardFunctionError)
 
 
-async def test_a_function_that_cancels_its_own_task_fails():
-    async def cancels():
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
-
-    result = await ScoringFunction(cancels)(SAMPLE)
-    assert result.outcome is Outcome.FAILED
-    assert "raised CancelledError" in result.error
-
-
-async def test_the_outcome_of_what_a_function_returns():
-    result = await ScoringFunction(lambda: None)(SAMPLE)
-    assert (result.outcome, result.score, result.error) == (Outcome.UNSCORED, None, None)
-    result = await ScoringFunction(lambda: "high")(SAMPLE)
-    assert (result.outcome, type(result.exception)) == (Outcome.FAILED, InvalidScoreError)
-    assert result.error.startswith("sample u7 ")
-    assert "returned 'high'" in result.error
-
-
 CYCLE = {}
 CYCLE["itself"] = CYCLE
 
@@ -317,20 +298,6 @@ async def test_a_broken_sample_fails_without_a_call(broken, error):
     assert (result.outcome, result.attempts) == (Outcome.FAILED, 0)
     assert result.error.startswith("sample u1: ")
     assert result.error.endswith(error)
-
-
-async def test_a_sync_function_that_blocks_does_not_block_the_loop():
-    release = threading.Event()
-
-    def blocks():
-        assert release.wait(60)
-        return 1
-
-    task = asyncio.create_task(ScoringFunction(blocks)(SAMPLE))
-    # Only a loop that goes on can reach the release.
-    await asyncio.sleep(0)
-    release.set()
-    assert (await task).score == 1
 
 
 async def test_a_deadline_is_a_failed_result_and_not_retried():
@@ -558,15 +525,3 @@ def test_a_function_that_needs_the_main_thread_is_told_to_run_in_processes():
         error = reward["reward_extra_info"]["reward_error"]
         for part in (function.__name__, "a plain `def`", "isolation=process", "@reward_loop.isolated"):
             assert part in error.rpartition("\n")[2]
-
-
-async def test_signals_work_in_processes():
-    def with_an_alarm(solution_str):
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        return 1.0
-
-    function = ScoringFunction(with_an_alarm, isolation="process")
-    try:
-        assert (await function(RewardSample("4"))).score == 1.0
-    finally:
-        await asyncio.to_thread(function.close)

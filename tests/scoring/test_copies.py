@@ -171,21 +171,6 @@ def test_mappings_that_stand_for_something_else_are_shared() -> None:
     assert own_copy(os.environ, objects=False) is os.environ
 
 
-async def test_a_conversation_that_is_extended_before_an_error_has_its_length_in_the_retry() -> None:
-    calls = []
-
-    def compute_score(extra_info):
-        calls.append(1)
-        extra_info["messages"].append("the verdict?")
-        if len(calls) == 1:
-            raise TransientError("busy")
-        return len(extra_info["messages"])
-
-    messages = ["the question"]
-    function = ScoringFunction(compute_score, options=RETRIES)
-    assert (await function(RewardSample("", extra_info={"messages": messages}))).score == 2
-
-
 def ticks_off(solution_str, ground_truth):
     ground_truth.remove(solution_str)
     return 1.0

@@ -236,33 +236,6 @@ async def test_the_wait_is_not_part_of_the_deadline_and_holds_no_permit(judge: J
     assert asyncio.get_running_loop().time() - began < 20
 
 
-async def test_one_call_at_a_time_asks_whether_the_judge_is_back(judge: Judge, monkeypatch: Any) -> None:
-    monkeypatch.setattr(retry_after, "FIRST_S", 0.1)
-    monkeypatch.setattr(retry_after, "LONGEST_S", 0.1)
-    at_once = most = 0
-
-    async def closes_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal at_once, most
-        at_once += 1
-        most = max(most, at_once)
-        await asyncio.sleep(0.05)
-        at_once -= 1
-
-    await judge.be(None)
-    function = scoring(by_our_client)
-    samples = asyncio.create_task(scored(function, judge, 50))
-    await waiting(50, function)
-    await judge.be(closes_slowly)
-    await until(lambda: judge.connections >= 6)
-    assert most == 1
-    # A sample that begins in the outage sends nothing.
-    new = asyncio.create_task(scored(function, judge))
-    await waiting(51, function)
-    assert most == 1
-    await judge.be(answers(200))
-    assert [result.score for result in [*await samples, *await new]] == [7.0] * 51
-
-
 async def test_the_page_of_a_gateway_is_not_an_answer_of_the_judge(judge: Judge) -> None:
     async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -319,17 +292,6 @@ async def test_a_judge_that_answered_the_functions_own_client_is_not_said_to_hav
 async def test_without_a_bound_an_unreachable_judge_is_a_transient_error(judge: Judge) -> None:
     (result,) = await scored(scoring(by_our_client, outage_timeout_s=0), judge)
     assert (result.outcome, result.attempts, result.outage_s) == (Outcome.FAILED, 3, 0.0)
-
-
-async def test_a_cancelled_sample_leaves_the_outage(judge: Judge) -> None:
-    function = scoring(by_our_client)
-    first, second = (asyncio.create_task(scored(function, judge)) for _ in range(2))
-    await waiting(2, function)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    await judge.be(answers(200))
-    assert (await second)[0].score == 7
 
 
 @pytest.mark.parametrize("refusal", [b"", answer_of(504), answer_of(502, b"<html>")], ids=["reset", "504", "502"])
