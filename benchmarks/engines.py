@@ -238,7 +238,7 @@ class _FilteredRollout:
         oldest = self.submitted[:count]
         for first, rewards, _ in self._batches:
             if first <= oldest[-1]:
-                rewards.wait(rewards.group_count)
+                rewards.result()
 
 
 class Ours(AbstractContextManager["Ours"]):

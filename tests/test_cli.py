@@ -203,7 +203,6 @@ def test_reward_kwargs_are_json_or_text(folder):
         ((*MAPPED, "--export", "/dev/full"), "--export /dev/full: the export is a JSONL file"),
         ((*MAPPED, "-O", "log_dir=x"), "-O log_dir has no effect: the records are in the folder --output"),
         (("score", "rollouts.csv", "reward.py"), "line 1: not JSON, with one object in each line"),
-        ((*MAPPED, "--manager", "composite"), "reward_loop.combine"),
         ((*SCORE, "-f", "ground_truth=gt"), "none of the 6 rows can be scored. line 1: no field 'gt'"),
         (
             ("score", "rollouts.jsonl", "sourced.py:compute_score", "-f", "solution_str=output"),

@@ -90,11 +90,7 @@ class BlockingRewardAgent:
 
 
 class BlockingPendingRewards:
-    """`PendingRewards` without ``async``.
-
-    Methods that take a ``timeout`` (seconds) raise `TimeoutError` after it; the batch continues, and you can
-    wait again.
-    """
+    """`PendingRewards` without ``async``."""
 
     __slots__ = ("_agent", "_pending")
 
@@ -102,22 +98,10 @@ class BlockingPendingRewards:
         self._pending = pending
         self._agent = agent
 
-    def __len__(self) -> int:
-        """The number of samples."""
-        return len(self._pending)
-
-    def __iter__(self) -> Iterator[Group]:
-        return self.groups()
-
     @property
     def group_count(self) -> int:
         """The number of groups."""
         return self._pending.group_count
-
-    @property
-    def completed(self) -> int:
-        """The number of complete groups."""
-        return self._pending.completed
 
     def done(self) -> bool:
         """Whether all groups are complete, or an error or `cancel` has ended the batch."""
@@ -139,28 +123,25 @@ class BlockingPendingRewards:
         self._agent._run(cancel(), None)
 
     def result(self, timeout: float | None = None) -> list[Reward]:
-        """Wait for all rewards, in order of submission."""
-        self.wait(self.group_count, timeout)
+        """Wait for all rewards, in order of submission; raise `TimeoutError` after ``timeout`` seconds.
+
+        After that, the batch continues, and you can wait again.
+        """
+        self._wait(self._pending.group_count, timeout)
         return [scored[1] for scored in self._pending._scored if scored is not None]
-
-    def wait(self, groups: int, timeout: float | None = None) -> int:
-        """Wait until that many groups, or all, are complete; return the number of complete groups."""
-        # What has ended needs no turn of the event loop, which may be busy starting the next batch, or closed.
-        if self.done() or self.completed >= min(groups, self.group_count):
-            return self._pending._outcome()
-        return self._agent._run(self._pending.wait(groups), timeout)
-
-    def groups(self) -> Iterator[Group]:
-        """Yield the groups as they complete."""
-        return (mini_batch.groups[0] for mini_batch in self.mini_batches(1))
 
     def mini_batches(self, groups: int) -> Iterator[MiniBatch]:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
         if groups < 1:
             raise ConfigError(f"a mini-batch needs at least one group, not {groups}")
-        return self._mini_batches(groups)
+        for first in range(0, self._pending.group_count, groups):
+            self._wait(first + groups, None)
+            yield MiniBatch(tuple(self._pending.complete_groups(first, first + groups)))
 
-    def _mini_batches(self, groups: int) -> Iterator[MiniBatch]:
-        for first in range(0, self.group_count, groups):
-            self.wait(first + groups)
-            yield MiniBatch(tuple(self.complete_groups(first, first + groups)))
+    def _wait(self, groups: int, timeout: float | None) -> None:
+        pending = self._pending
+        # What has ended needs no turn of the event loop, which may be busy starting the next batch, or closed.
+        if self.done() or pending.completed >= min(groups, pending.group_count):
+            pending._outcome()
+        else:
+            self._agent._run(pending.wait(groups), timeout)

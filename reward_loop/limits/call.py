@@ -193,26 +193,12 @@ class Call:
         # A sync function may run its own event loop in its thread; the limits belong to that of the call.
         if asyncio.get_running_loop() is self.loop:
             return await self._acquire_inside(name, tokens)
-        acquiring = self._acquire_threadsafe(name, tokens)
-        try:
-            return await asyncio.wrap_future(acquiring)
-        except BaseException:
-            self._give_up(acquiring)
-            raise
+        # If this is cancelled as the permit is granted, the permit ends with the call.
+        return await asyncio.wrap_future(self._acquire_threadsafe(name, tokens))
 
     def acquire_in_thread(self, name: str, tokens: float) -> Permit:
         """Acquire a permit, as `acquire` does, in a thread without an event loop."""
-        acquiring = self._acquire_threadsafe(name, tokens)
-        try:
-            return acquiring.result()
-        except BaseException:
-            self._give_up(acquiring)
-            raise
-
-    def _give_up(self, acquiring: Future[Permit]) -> None:
-        # It may have been granted in the meantime: then it would never end.
-        if not acquiring.cancel() and not acquiring.cancelled() and acquiring.exception() is None:
-            self.run(acquiring.result().leave)
+        return self._acquire_threadsafe(name, tokens).result()
 
     def _acquire_threadsafe(self, name: str, tokens: float) -> Future[Permit]:
         return asyncio.run_coroutine_threadsafe(self._acquire_inside(name, tokens), self.loop)

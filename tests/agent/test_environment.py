@@ -69,27 +69,6 @@ async def test_too_many_failures_raise() -> None:
             await reward_loop.score("bad")
 
 
-async def test_a_cancelled_caller_cancels_the_function() -> None:
-    started, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def hangs(solution_str: str) -> float:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-        return 0.0
-
-    async with reward_loop.scorer(hangs):
-        task = asyncio.create_task(reward_loop.score("x"))
-        await started.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert cancelled.is_set()
-
-
 async def test_scorers_nest_and_end_with_their_blocks() -> None:
     async with reward_loop.scorer(lambda solution_str: 1.0):
         async with reward_loop.scorer(lambda solution_str: 2.0):

@@ -1,6 +1,4 @@
 import asyncio
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ pytest.importorskip("ray")
 
 from reward_loop import ConfigError, RewardFunctionError, RewardLoopError, RewardSample
 from reward_loop.agent.ray_agent import AsyncRewardAgent
-from reward_loop.records import RecordsReader, records
 from tests.agent.judges import Gate, numbered, within
 from tests.support.local_ray import local_ray
 
@@ -129,28 +126,6 @@ async def test_the_rewards_of_a_data_proto_are_a_tensor(skips):
     assert infos["acc"].dtype == object
 
 
-async def test_post_processed_rewards_of_a_data_proto_are_in_its_records(tmp_path):
-    class Centred:
-        def compute_score(self, solution_str):
-            return float(solution_str)
-
-        def post_process_scores(self, scores):
-            return [score - min(scores) for score in scores]
-
-    class Tokenizer:
-        def decode(self, ids, skip_special_tokens):
-            return str(int(ids[0]))
-
-    agent = AsyncRewardAgent(Centred(), config={"log_dir": str(tmp_path)}, tokenizer=Tokenizer())
-    await agent.compute_reward_pipeline(DataProto(4), group_size=2)
-    _, rewards, _ = await within(agent.get(4))
-    assert rewards.sum(-1).tolist() == [0, 1, 0, 1]
-    await agent.shutdown()
-    assert await asyncio.to_thread(records(tmp_path).flush)
-    found = {row["uid"]: (row["group"], row["score"], row["reward"]) for row in RecordsReader(tmp_path).rows()}
-    assert found == {"u0_0": ("u0", 0, 0), "u0_1": ("u0", 1, 1), "u1_0": ("u1", 0, 0), "u1_1": ("u1", 1, 1)}
-
-
 async def test_shutdown():
     gate = Gate()
     agent = AsyncRewardAgent(gate)
@@ -204,47 +179,3 @@ async def compute_score(solution_str, count):
     assert second[1] == [float(half + i) for i in range(half)]
     failed = [i for i, outcome in enumerate(first[2]["reward_outcome"]) if outcome == "failed"]
     assert failed == [7]
-
-
-@pytest.mark.integration
-def test_what_a_killed_actor_had_not_returned_can_be_submitted_to_another_one(cluster, tmp_path):
-    from reward_loop.agent.ray_agent import RayAsyncRewardAgent
-
-    (tmp_path / "reward.py").write_text(
-        """
-import asyncio
-import os
-from pathlib import Path
-
-async def compute_score(solution_str, folder):
-    with open(f"{folder}/calls", "a") as file:
-        file.write(f"{os.getpid()} {solution_str}\\n")
-    while solution_str > "1" and not Path(folder, "go").exists():
-        await asyncio.sleep(0.01)
-    return float(solution_str)
-"""
-    )
-
-    def calls():
-        return [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-
-    def start():
-        return RayAsyncRewardAgent.remote(f"{tmp_path}/reward.py", reward_kwargs={"folder": str(tmp_path)})
-
-    samples = numbered(6)
-    agent = start()
-    assert cluster.get(agent.compute_reward_pipeline.remote(samples, group_size=2), timeout=300) == 6
-    assert cluster.get(agent.get.remote(2), timeout=300)[0] == [0, 1]
-    rest = agent.get.remote(4)
-    os.kill(int(calls()[0][0]), signal.SIGKILL)
-    with pytest.raises(cluster.exceptions.RayActorError):
-        cluster.get(rest, timeout=300)
-    with pytest.raises(cluster.exceptions.RayActorError):
-        cluster.get(agent.get.remote(4), timeout=300)
-
-    (tmp_path / "go").touch()
-    agent = start()
-    assert cluster.get(agent.compute_reward_pipeline.remote(samples[2:], group_size=2), timeout=300) == 4
-    assert cluster.get(agent.get.remote(4), timeout=300)[:2] == ([0, 1, 2, 3], [2, 3, 4, 5])
-    assert len({pid for pid, _ in calls()}) == 2
-    assert [name for _, name in calls()].count("0") == 1

@@ -24,7 +24,6 @@ from reward_loop import (
     ScoringFunction,
 )
 from tests.support.clock import advance, until
-from tests.support.counting import Counting
 
 SAMPLE = RewardSample("4", uid="u7")
 
@@ -171,15 +170,6 @@ async def test_an_unknown_limit_is_an_error_unless_there_are_no_limits(function)
     assert (await score(unlimited))[0].score == 1
 
 
-async def test_the_default_limit_holds_for_every_call():
-    judge = Counting()
-    function, _ = scoring(judge, limits={"default": {"max_concurrent": 3}})
-    results = await score(function, 50)
-    assert judge.peak == 3
-    assert {result.outcome for result in results} == {Outcome.SCORED}
-    assert any(result.wait_s > 0 for result in results)
-
-
 @pytest.mark.parametrize(
     ("tokens", "error"),
     [
@@ -285,24 +275,6 @@ async def test_the_thread_of_a_cancelled_call_gets_no_permit(comes_late):
     assert "no permit was granted" in refused[0]
     assert status(limits)["waiting"] == 0
     permit.leave()
-
-
-async def test_an_async_call_that_swallows_its_cancellation_gets_no_permit():
-    refused = asyncio.get_running_loop().create_future()
-
-    async def judge():
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            try:
-                async with reward_loop.limit("judge"):
-                    refused.set_result("a permit was granted")
-            except LimitError as error:
-                refused.set_result(str(error))
-
-    function, _ = scoring(judge, limits={"judge": {"max_concurrent": 1}}, timeout=0.01)
-    assert isinstance((await function(SAMPLE)).exception, RewardTimeoutError)
-    assert "no permit was granted" in await asyncio.wait_for(refused, 60)
 
 
 async def test_the_default_limit_is_not_acquired_twice():

@@ -249,15 +249,6 @@ def test_a_wrong_option_is_named():
         manager(config={"trainer": {}, "reward_loop": {"timout": 5}})
 
 
-async def test_a_subclass_states_what_differs():
-    class Constant(RewardLoopManagerBase):
-        async def score_one(self, sample):
-            return RewardResult(Outcome.SCORED, 1.0)
-
-    assert Constant().function is None
-    assert (await Constant().run_single(RewardSample("x")))["reward_score"] == 1.0
-
-
 async def test_outputs_padded_into_one_batch_are_cut_at_their_own_length():
     # As verl's agent loop pads them: the mask is as wide as the longest output, and not aligned with its response.
     data = batch(
@@ -327,14 +318,6 @@ def test_arguments_beside_a_finished_scoring_function_are_refused():
     for more in ({"reward_kwargs": {"bonus": 1}}, {"limit": "judge"}):
         with pytest.raises(ConfigError, match="has no effect"):
             scoring_function(NaiveRewardLoopManager, made, RewardLoopConfig(), **more)
-
-
-async def test_a_closed_manager_has_written_its_records(tmp_path):
-    options = RewardLoopConfig(log_dir=str(tmp_path))
-    scored = NaiveRewardLoopManager(config=options, compute_score=exact)
-    await scored.run_single(RewardSample("4", ground_truth="4"))
-    await asyncio.to_thread(scored.close)
-    assert [row["score"] for row in RecordsReader(tmp_path).rows()] == [1.0]
 
 
 async def test_prompt_and_step_of_verls_rows_are_recorded(tmp_path):

@@ -36,12 +36,6 @@ async def test_validation_has_batches_of_its_own():
     assert sorted(calls) == [["B", "D"], ["a", "c"]]
 
 
-async def test_the_last_ones_do_not_wait_for_ever():
-    made = manager(lambda solution_strs: [1] * len(solution_strs), batch={"max_batch_size": 100, "max_wait_ms": 1})
-    rewards = await asyncio.gather(*(made.run_single(RewardSample("x")) for _ in range(3)))
-    assert [reward["reward_score"] for reward in rewards] == [1, 1, 1]
-
-
 async def test_one_call_while_another_one_runs():
     """A second batch does not wait for the first to end."""
     gate = asyncio.Event()

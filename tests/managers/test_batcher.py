@@ -62,17 +62,6 @@ async def test_a_call_is_cancelled_with_the_last_who_waits_for_it():
     assert all(task.cancelled() for task in tasks)
 
 
-async def test_an_error_reaches_all():
-    async def broken(samples):
-        raise KeyError("bug")
-
-    batcher = Batcher(broken)
-    tasks = [start(batcher, i) for i in range(2)]
-    for task in tasks:
-        with pytest.raises(KeyError, match="bug"):
-            await task
-
-
 @pytest.mark.parametrize("given", [1, 3])
 async def test_another_number_of_results_is_an_error_of_all(given):
     async def broken(samples):
