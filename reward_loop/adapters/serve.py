@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -42,7 +41,6 @@ from reward_loop._util.web_server import (
 from reward_loop.agent import PendingRewards, RewardAgent
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
-from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.offline import cli_options
 from reward_loop.records import records
@@ -57,9 +55,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 * 2**20
 """The longest body of a request."""
-
-LINE_S = 60.0
-"""The least number of seconds between two lines about the samples without a score."""
 
 CLOSING_S = 15
 """Seconds, after the grace period, for cancelled samples to end and their answers to be sent."""
@@ -119,9 +114,6 @@ class RewardService:
         self._pending: set[PendingRewards] = set()
         self._uids = secrets.token_hex(3)
         self._requests = 0
-        self._failures = Failures()
-        """The samples since the last line about those without a score."""
-        self._next_line = 0.0
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: Callable[[], None] | None = None
         """Called when the service stops and no sample is in flight."""
@@ -271,7 +263,6 @@ class RewardService:
             self._pending.discard(pending)
             self.in_flight -= len(samples)
             self._end_if_idle()
-        self._log(results)
         return results
 
     def _check_room(self, count: int) -> None:
@@ -281,22 +272,14 @@ class RewardService:
             raise Refused(
                 413,
                 f"the request has {count} samples, and at most {self._max_in_flight} are accepted at a time: send "
-                "fewer in a request, or raise --max-in-flight",
+                "fewer in a request, or raise --concurrency",
             )
         if self.in_flight + count > self._max_in_flight:
             raise Refused(
                 429,
                 f"{self.in_flight} samples are in flight, and at most {self._max_in_flight} are accepted at a time: "
-                "send the request again later, or raise --max-in-flight",
+                "send the request again later, or raise --concurrency",
             )
-
-    def _log(self, results: Sequence[RewardResult]) -> None:
-        """Log how many samples have no score, at once and then at most one line in `LINE_S` seconds."""
-        for result in results:
-            self._failures.add(result)
-        if time.monotonic() >= self._next_line and (line := self._failures.line()):
-            logger.warning("%s", line)
-            self._failures, self._next_line = Failures(), time.monotonic() + LINE_S
 
     def stop_from_signal(self, ended: Callable[[], None]) -> None:
         """Accept no more samples, and cancel the accepted ones after the grace period; a second call cancels them now.
@@ -392,14 +375,6 @@ def serve(
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Samples that are scored at a time.")] = 64,
-    max_in_flight: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Samples that are accepted at a time; further requests get 429. Default: 16 times --concurrency.",
-            show_default=False,
-        ),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Time limit of the function for a sample, in seconds; 0 for no limit.")
     ] = 100,
@@ -440,7 +415,7 @@ def serve(
     config = parse(RewardLoopConfig, options, cli_options.option_names(context))
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
     scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
-    service = RewardService(scorer, key=key, concurrency=concurrency, max_in_flight=max_in_flight, grace_s=grace)
+    service = RewardService(scorer, key=key, concurrency=concurrency, grace_s=grace)
     raise_descriptor_limit()
     with open_listener(host, port, key) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,11 +15,10 @@ import pytest
 
 from reward_loop import RewardSample
 from reward_loop.adapters import serve
-from reward_loop.adapters.serve import LINE_S, RewardService
+from reward_loop.adapters.serve import RewardService
 from reward_loop.records.reader import RecordsReader
 from tests.adapters.services import Centred, client_of, post, ranks, scorer
 from tests.scoring.logging_functions import logging_function
-from tests.support.clock import advance
 from tests.support.servers import serving, until
 
 BODY = {"solution_str": "4", "ground_truth": "4"}
@@ -118,14 +116,10 @@ async def test_post_process_scores_gets_the_scored_members_of_each_group() -> No
     ("body", "message"),
     [
         ({}, "sample 0 has no ground_truth, which equals"),
-        ({"ground_truth": "4"}, "sample 0, solution_str: Field required"),
         (sample("4", solutoin_str="4"), "sample 0 has an unknown field 'solutoin_str'; did you mean 'solution_str'?"),
         (sample(4), "sample 0, solution_str: Input should be a valid string"),  # type: ignore[arg-type]
         (sample("4", response_ids=["a"]), "sample 0, response_ids.0: Input should be a valid integer"),
-        (sample("4", response_ids=3), "sample 0, response_ids: "),
-        ({"solution_str": "4"}, "sample 0 has no ground_truth, which equals"),
         ({"samples": []}, "samples must be a list with at least one sample"),
-        ({"samples": {}}, "samples must be a list with at least one sample"),
         ({"samples": [sample("4"), {"ground_truth": 1}]}, "sample 1, solution_str: Field required"),
         ({"samples": ["4"]}, "sample 0 must be an object with solution_str"),
         ([], "sample 0 must be an object with solution_str"),
@@ -196,7 +190,6 @@ async def test_a_uid_that_is_null_is_missing() -> None:
         ("Basic " + base64.b64encode("kéy:other".encode()).decode(), 401),
         ("Basic !", 401),
         ("Bearer other", 401),
-        ("kéy", 401),
         (None, 401),
     ],
 )
@@ -349,29 +342,6 @@ async def test_after_the_grace_period_or_a_second_signal_samples_are_cancelled(a
     assert (stopped.status_code, "stopped before all samples were scored" in stopped.text) == (503, True)
     assert await held.cancelled.get() == "a"
     assert service.in_flight == 0
-
-
-async def test_samples_without_a_score_are_logged_at_once_and_then_in_one_line_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def messages() -> list[str]:
-        found = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-        caplog.clear()
-        return found
-
-    async with client_of() as client:
-        await post(client, sample("raise"))
-        assert "1 failed of 1 sample: ValueError in equals" in messages()[0]
-        for answer in ("raise", "nan", "none", "4"):
-            await post(client, sample(answer))
-        assert messages() == []
-        await advance(LINE_S)
-        await post(client, sample("4"))
-        (line,) = messages()
-        assert line.startswith("2 failed and 1 unscored of 5 samples; the most frequent of 3 causes, 1 time: ")
-        await advance(LINE_S)
-        await post(client, sample("4"))
-        assert messages() == []  # nothing has failed since the last line
 
 
 async def test_too_many_failures_are_an_error_if_the_user_sets_the_bound() -> None:
