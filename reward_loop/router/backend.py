@@ -145,9 +145,9 @@ async def check_health(backend: Backend) -> None:
         AsleepError: the server's engine sleeps.
         UpstreamError: the server sent no complete answer.
     """
-    status, _ = await _get(backend.upstream, backend.config.health_path)
+    status, _ = await _get(backend.upstream, "/health")
     if status >= 400:
-        raise UnhealthyError(f"GET {backend.config.health_path} returned {status}")
+        raise UnhealthyError(f"GET /health returned {status}")
     if backend.config.engine == "vllm":
         # /health of a sleeping engine is 200. Servers that cannot sleep do not have /is_sleeping.
         status, body = await _get(backend.upstream, "/is_sleeping")

@@ -39,10 +39,6 @@ class BackendConfig(Config):
     """The inference engine. For ``vllm``, the health check includes whether the engine sleeps. For a discriminative
     ``sglang`` server, requests with empty texts are rejected, because they can crash it."""
 
-    # Visible characters only: a space or a line end would split the request.
-    health_path: str = Field(default="/health", pattern="^/[!-~]*$")
-    """The path of the health check: a healthy server answers a GET with a status below 400."""
-
     @field_validator("url")
     @classmethod
     def _is_an_origin(cls, url: str) -> str:

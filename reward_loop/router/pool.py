@@ -303,12 +303,11 @@ class BackendPool:
         return backend.died_at >= began
 
     def has_stand_in(self, backend: Backend) -> bool:
-        """Return whether another server with the same models, kind and engine is available now."""
+        """Return whether another server with the same models and kind is available now."""
         return any(
-            other is not backend
-            and other.state is BackendState.UP
+            other.state is BackendState.UP
             and set(other.models) == set(backend.models)
-            and (other.config.kind, other.config.engine) == (backend.config.kind, backend.config.engine)
+            and other.config.kind == backend.config.kind
             for other in self.backends
         )
 

@@ -66,9 +66,9 @@ async def test_configured_names_come_first_and_odd_lists_are_no_matter() -> None
             assert backend.models == ()
 
 
-async def test_another_path_may_be_asked_and_its_errors_count() -> None:
-    async with backend_for(server(well=(503, {})), health_path="/well") as backend:
-        with pytest.raises(UnhealthyError, match="/well returned 503"):
+async def test_an_error_of_the_health_check_counts() -> None:
+    async with backend_for(server(health=(503, {}))) as backend:
+        with pytest.raises(UnhealthyError, match="GET /health returned 503"):
             await check_health(backend)
 
 

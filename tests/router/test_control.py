@@ -201,13 +201,6 @@ async def test_odd_urls_of_servers_are_refused(url: str) -> None:
         assert [backend["url"] for backend in await listed(session)] == urls
 
 
-async def test_health_paths_cannot_split_a_request() -> None:
-    async with routed(model_server("a")) as (_, _, session):
-        for path in ("/x HTTP/1.1\r\nx: y", "/\u00fc", "x"):
-            options = {"url": "http://x:1", "health_path": path}
-            assert (await refused(session, "POST", "/workers", json=options))[0] == 422
-
-
 async def test_names_of_authentication_schemes_are_case_insensitive() -> None:
     async with routed(model_server("m"), api_key="k") as (url, _, _):
         for authorization in ("bearer k", "BEARER k", "Bearer  k"):
