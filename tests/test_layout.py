@@ -19,7 +19,7 @@ from tests.support.gsm8k import ROOT
 PACKAGE = ROOT / "reward_loop"
 
 VERL = ["verl"]
-RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py", "serving/reservation.py"]
+RAY = ["verl", "agent/ray_agent.py", "serving/ray_server.py"]
 """Where Ray may be imported: in parts that start actors."""
 MODELS = ["verl", "serving", "adapters/trl"]
 """Where torch and transformers may be imported."""

@@ -39,17 +39,6 @@ _RESERVED = frozenset(
 _CPU_KV_CACHE = "1G"
 """Size of vLLM's KV cache on a CPU. By default, each server reserves a fraction of the machine's memory."""
 
-_ONLY_FOR_VLLM_AND_SGLANG = (
-    "python",
-    "tensor_parallel_size",
-    "data_parallel_size",
-    "trust_remote_code",
-    "dtype",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "engine_args",
-)
-
 
 class Engine(ABC):
     """An inference engine: its command line and options.
@@ -61,14 +50,6 @@ class Engine(ABC):
     inherits_socket: ClassVar[bool] = False
     """Whether the server accepts ``--fd`` and ``--parent-pipe``, as this library's own servers do."""
 
-    def check(self, model: ServedModelConfig) -> None:
-        """Check the options of a model before any server starts.
-
-        Raises:
-            ConfigError: an option is not valid for this engine.
-        """
-        self.command(model, "", 0)
-
     @abstractmethod
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         """Return the command line of one server.
@@ -78,7 +59,7 @@ class Engine(ABC):
             host, port: the address to listen on. Engines with `inherits_socket` may ignore them.
 
         Raises:
-            ConfigError: see :meth:`check`.
+            ConfigError: an option is not valid for this engine.
         """
 
     @abstractmethod
@@ -237,11 +218,6 @@ class Transformers(Engine):
     """The embedded engine: transformers on the CPU, in the server of :mod:`reward_loop.serving.embedded.app`."""
 
     inherits_socket = True
-
-    def check(self, model: ServedModelConfig) -> None:
-        for option in _ONLY_FOR_VLLM_AND_SGLANG:
-            if getattr(model, option) != ServedModelConfig.model_fields[option].get_default(call_default_factory=True):
-                raise ConfigError(f"{option} has no effect with engine='transformers': it is for vLLM and SGLang")
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
         own = {"model_path", "served_model_name", "max_batch_size", "max_wait_ms"}

@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from reward_loop.serving.server_spec import Launch, ServerSpec, on_this_machine,
 from reward_loop.serving.supervisor import Server, Supervisor
 
 if TYPE_CHECKING:
-    from reward_loop.serving.reservation import GpuReservation
+    from reward_loop.serving.ray_server import GpuReservation
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +191,6 @@ class RewardModelManager:
         self._servers: list[ModelServer] = []
         self._restarting: asyncio.Task[None] | None = None
         """Restarts hung servers."""
-        self._temporary_logs: Path | None = None
-        """The folder of the logs, if the user has not named one."""
 
     @property
     def reward_router_address(self) -> str:
@@ -229,8 +226,6 @@ class RewardModelManager:
     async def stop(self) -> None:
         """Stop every process, and wait until all are gone. Called on exit; a second call does nothing."""
         supervisors, self._supervisors = self._supervisors, {}
-        logs, self._temporary_logs = self._temporary_logs, None
-        keeps_logs = logs is not None and any(supervisor.failed for supervisor in supervisors.values())
         stopping: list[asyncio.Task[None]] = []
         if self._restarting:
             self._restarting.cancel()
@@ -250,16 +245,10 @@ class RewardModelManager:
                 # After the servers: Ray kills the actors of a placement group that is removed.
                 if self._gpus:
                     self._gpus.release()
-                if logs is not None and keeps_logs:
-                    logger.info("a reward model server has failed; its logs stay in %s", logs)
-                elif logs is not None:
-                    await asyncio.to_thread(shutil.rmtree, logs, ignore_errors=True)
 
     async def _start(self, models: list[ServedModelConfig]) -> None:
         config = self._config
         log_dir = _log_folder(config.log_dir)
-        if not config.log_dir:
-            self._temporary_logs = log_dir
         specs = server_specs(models, log_dir)
         launches = await self._launches(specs)
         logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
@@ -308,8 +297,7 @@ class RewardModelManager:
         if not elsewhere:
             return on_this_machine(local)
         # Imported only if Ray is used.
-        from reward_loop.serving.ray_server import in_ray
-        from reward_loop.serving.reservation import GpuReservation
+        from reward_loop.serving.ray_server import GpuReservation, in_ray
 
         self._gpus = self._gpus or GpuReservation(timeout_s=self._config.placement_timeout_s)
         self._server_key = self._server_key or secrets.token_urlsafe(24)

@@ -130,8 +130,8 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     """Seconds after which a restart no longer counts for `max_restarts`."""
 
     log_dir: str | None = None
-    """The directory of the logs of servers and router. By default a new temporary directory, which is removed at the
-    end unless a server has failed. Servers in Ray on another node write to the same path there, where it stays."""
+    """The directory of the logs of servers and router. By default a new temporary directory, which
+    stays. Servers in Ray on another node write to the same path there."""
 
     def requests(self) -> dict[str, dict[str, Any]]:
         """Return the limit and the deadline of requests to each model that has one, for `RewardLoopConfig.models`.

@@ -89,8 +89,6 @@ class Supervisor:
     ) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the server is ready for the first time; raises the ServerError of a failed first start."""
-        self.failed = False
-        """Whether the server has not started, or has died."""
         self._new_process = new_process
         self._max_restarts = max_restarts
         self._window_s = window_s
@@ -147,7 +145,6 @@ class Supervisor:
                 error = failed
             except OSError as failed:  # no free file descriptor, for example: later there may be one
                 error = ServerStartError(f"a server cannot be started: {failed}")
-            self.failed = True
             now = time.monotonic()
             while restarts and now - restarts[0] > self._window_s:
                 restarts.popleft()

@@ -164,7 +164,6 @@ def test_several_models(model_dir: str) -> None:
         ({"models": {"a": {}}}, r"^models\.a\.model_path: required"),
         ({"model_path": "/no/such"}, "^model_path: the directory '/no/such' does not exist"),
         ({"model_path": "hdfs://a/b"}, "^model_path=hdfs://a/b: .* a directory that all nodes have"),
-        ({"model_path": "DIR", "trust_remote_code": True}, "trust_remote_code has no effect with engine='transf"),
         ({"model_path": "DIR", "kind": "generative"}, "kind='generative': the model in .* is discriminative"),
         ({"engine": "external"}, "^urls: engine='external' needs"),
         ({"engine": "external", "urls": ("10.0.0.1:8000",)}, r"^urls\.url: .*expected http://host:port"),

@@ -65,23 +65,6 @@ async def returned(models: RewardModelManager, role: str, before: int) -> None:
 
 
 @pytest.mark.usefixtures("stubs")
-@pytest.mark.parametrize("killed", [False, True])
-async def test_temporary_logs_stay_only_if_a_server_has_failed(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, killed: bool
-) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    caplog.set_level(logging.INFO, "reward_loop")
-    async with RewardModelManager(config(log_dir=None)) as models:
-        (folder,) = (tmp_path / "tmp").iterdir()
-        assert {file.name for file in folder.iterdir()} == {"router.log", "server-1.log"}
-        if killed:
-            await returned(models, "server 1", kill(models, "server 1"))
-    assert list((tmp_path / "tmp").iterdir()) == ([folder] if killed else [])
-    assert (f"its logs stay in {folder}" in caplog.text) is killed
-
-
-@pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_a_killed_server_costs_no_request_and_comes_back(
     config: Any, caplog: pytest.LogCaptureFixture, replicas: int

@@ -86,13 +86,6 @@ async def test_a_start_that_fails_shows_the_log_of_the_server(
     assert log in str(raised.value)
 
 
-@pytest.mark.usefixtures("cluster")
-async def test_resources_that_there_are_not(config: Any) -> None:
-    cpus = int(ray.cluster_resources()["CPU"])
-    with pytest.raises(ConfigError, match=rf"too few CPUs .* {cpus + 1} of them on one node, and there are {cpus}"):
-        await RewardModelManager(config(threads=cpus + 1)).__aenter__()
-
-
 async def test_without_ray_it_is_refused(config: Any) -> None:
     if ray.is_initialized():
         ray.shutdown()

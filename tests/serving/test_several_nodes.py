@@ -24,7 +24,7 @@ from tests.support.servers import STUB_COMMAND, post
 
 ray = pytest.importorskip("ray")
 
-from reward_loop.serving.reservation import Demand, GpuPlace, GpuReservation  # noqa: E402
+from reward_loop.serving.ray_server import Demand, GpuPlace, GpuReservation  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -100,33 +100,17 @@ async def test_servers_leave_room_for_the_trainer(
 
 
 @pytest.mark.usefixtures("cluster")
-async def test_more_than_the_cluster_has_is_refused_at_once_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError) as caught:
-        await GpuReservation([8], fix="Lower trainer.n_gpus_per_node").places([Demand(5, 2, 1)])
-    for part in (
-        "too few GPUs",
-        "18 are needed",
-        "5 server(s) with 2 GPU(s) and 1 CPU(s)",
-        "groups of the trainer with 8 GPU(s)",
-        "has 8 GPU(s) and 16 CPU(s)",
-        ". Lower trainer.n_gpus_per_node",
-    ):
-        assert part in str(caught.value)
-    with pytest.raises(ConfigError, match=r"9 of them on one node, and there are 16, 8 on the largest node"):
-        await GpuReservation().places([Demand(1, 9, 1)])
-    with pytest.raises(ConfigError, match=r"too few CPUs .* 17 of them on one node"):
-        await GpuReservation().places([Demand(1, 0, 17)])
-
-
-@pytest.mark.usefixtures("cluster")
 async def test_nodes_that_the_trainer_needs_are_not_split() -> None:
-    with pytest.raises(ConfigError, match=r"no room for the reward model servers beside the trainer: 1 server\(s\)"):
+    with pytest.raises(ConfigError, match=r"no room for the reward model servers beside the trainer"):
         await GpuReservation([6, 6], timeout_s=60).places([Demand(1, 4, 1)])
 
 
 async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(reserve: Any) -> None:
     assert await asyncio.to_thread(reserve, 8)
-    with pytest.raises(ServerStartError, match=r"free resources .* within 2 s \(placement_timeout_s\): 5 server"):
+    with pytest.raises(
+        ServerStartError,
+        match=r"free resources .* within 2 s \(placement_timeout_s\): .*'GPU': 2.0.* nodes have .*'GPU': 8.0",
+    ):
         await GpuReservation(timeout_s=2).places([Demand(5, 2, 1)])
     # What was reserved is free again.
     assert await asyncio.to_thread(reserve, 8)

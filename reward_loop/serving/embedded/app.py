@@ -71,12 +71,6 @@ def create_app(model: EmbeddedModel, key: str | None = None) -> FastAPI:
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)
 
-    @app.exception_handler(Exception)
-    async def internal(request: Request, error: Exception) -> JSONResponse:
-        # Starlette re-raises the exception after this response, and uvicorn then closes the connection.
-        body = ApiError(500, f"{type(error).__name__}: {error}").body
-        return JSONResponse(body, 500, headers={"Connection": "close"})
-
     @app.get("/health")
     async def health() -> Response:
         return Response()

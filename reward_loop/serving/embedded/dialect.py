@@ -6,10 +6,7 @@ import time
 import uuid
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
-
-_SHOWN_PROBLEMS = 10
-_UNKNOWN = "the embedded server does not support `{}`: leave it out, or serve the model with engine='vllm' or 'sglang'"
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError, model_validator
 
 
 class ApiError(Exception):
@@ -59,10 +56,6 @@ class PromptRequest(RequestBody):
     """A request with a prompt that this server tokenizes."""
 
     model: str | None = None
-    add_special_tokens: bool | None = None
-    """By default, the tokenizer adds its special tokens to a text; a conversation has only those of its template."""
-    user: str | None = None
-    """Ignored."""
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -86,40 +79,26 @@ class ChatRequest(PromptRequest, SamplingOptions):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    n: int = Field(default=1, ge=1, le=1024)
+    n: Literal[1] = 1
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
     stream: Literal[False] = False
-    add_generation_prompt: bool = True
-    reasoning_effort: str | None = None
-    """Passed to the chat template."""
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """The non-empty strings that end a response."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in stop if text]
 
 
 class ClassifyRequest(PromptRequest):
     """``POST /classify``: either ``input`` or ``messages``."""
 
-    # Strict: texts of digits must not become token ids, nor token ids texts.
-    input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]] | None = None
+    input: StrictStr | None = None
     text: Any = None
     """SGLang's name of `input`, which the library's client sends, too; ignored."""
-    messages: list[Message] | None = None
-    use_activation: bool | None = None
-    add_generation_prompt: bool = False
-    """Append the start of an assistant message, according to the chat template, to ``messages``."""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    use_activation: Literal[False]
+    """Required: the answer has logits, and servers that get no `use_activation` send probabilities."""
 
     @model_validator(mode="after")
     def _one_of(self) -> ClassifyRequest:
         if (self.input is None) == (self.messages is None):
             raise ValueError("give either `input` or `messages`")
-        if self.input == [] or self.messages == []:
-            raise ValueError("`input` and `messages` must not be empty")
         return self
 
 
@@ -138,16 +117,7 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         paths = [".".join(map(str, problem["loc"])) for problem in problems]
-        lines = [
-            _UNKNOWN.format(path) if problem["type"] == "extra_forbidden" else f"{path or 'body'}: {problem['msg']}"
-            for path, problem in zip(paths, problems, strict=True)
-        ]
-        message = "; ".join(lines[:_SHOWN_PROBLEMS])
-        if problems[0]["type"] == "json_invalid" and ("surrogate" in message or "hex escape" in message):
-            message += (
-                ". A lone surrogate (\\ud800 to \\udfff) is not text: replace it before the request, for example by "
-                "text.encode('utf-8', 'replace').decode()"
-            )
+        message = "; ".join(f"{path or 'body'}: {one['msg']}" for path, one in zip(paths, problems, strict=True))
         raise ApiError(400, message, param=paths[0].partition(".")[0] or None) from None
 
 

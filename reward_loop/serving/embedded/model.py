@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
-from reward_loop.serving.embedded.batching import BatchingEngine, GeneratedTokens, SamplingParams
+from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
 from reward_loop.serving.embedded.dialect import (
     ApiError,
     ChatRequest,
@@ -57,7 +56,7 @@ class EmbeddedModel:
         )
 
     async def chat(self, body: ChatRequest) -> dict[str, Any]:
-        """Answer a chat completion request with ``n`` choices.
+        """Answer a chat completion request.
 
         Raises:
             ApiError: the model is not generative or has another name, or the request is not supported or not valid.
@@ -69,30 +68,32 @@ class EmbeddedModel:
         if max_tokens is None:
             max_tokens = max(1, (self.engine.max_length or len(prompt) + 512) - len(prompt))
         params = SamplingParams(max_tokens=max_tokens, **body.model_dump(include=set(SamplingOptions.model_fields)))
-        # One seed for each choice: with the same one, all choices would be equal.
-        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
-        generations = await asyncio.gather(
-            *(self.engine.generate(prompt, params.model_copy(update={"seed": seed})) for seed in seeds)
-        )
-        choices = [self._choice(index, generation, body) for index, generation in enumerate(generations)]
-        new_tokens = sum(len(generation.token_ids) for generation in generations)
-        return envelope("chatcmpl", "chat.completion", self.name, len(prompt), new_tokens) | {"choices": choices}
+        generation = await self.engine.generate(prompt, params)
+        choice = {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+            },
+            "logprobs": None,
+            "finish_reason": generation.finish_reason,
+        }
+        answer = envelope("chatcmpl", "chat.completion", self.name, len(prompt), len(generation.token_ids))
+        return answer | {"choices": [choice]}
 
     async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
-        """Answer a classification request, with one entry of ``data`` for each input.
+        """Answer a classification request with the logits of a text or a conversation.
 
         Raises:
             ApiError: the model is not discriminative or has another name, or the request is not valid.
-            ValueError: the engine rejects an input.
+            ValueError: the engine rejects the input.
         """
         self._require("discriminative", "/classify", body.model)
-        inputs = self._inputs(body)
-        data = []
-        for index, logits in enumerate(await asyncio.gather(*map(self.engine.classify, inputs))):
-            probs = logits if body.use_activation is False else self._activate(logits)
-            label = self.config.id2label.get(max(range(len(probs)), key=probs.__getitem__))
-            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-        return envelope("classify", "list", self.name, sum(map(len, inputs)), 0) | {"data": data}
+        ids = self._prompt(body) if body.input is None else self.tokenizer(body.input)["input_ids"]
+        logits = await self.engine.classify(ids)
+        label = self.config.id2label.get(max(range(len(logits)), key=logits.__getitem__))
+        data = [{"index": 0, "label": label, "probs": logits, "num_classes": len(logits)}]
+        return envelope("classify", "list", self.name, len(ids), 0) | {"data": data}
 
     def _read(self) -> Any:
         """Return the model of the directory, in float32 and eval mode."""
@@ -116,14 +117,6 @@ class EmbeddedModel:
         if model is not None and model != self.name:
             raise ApiError(404, f"The model `{model}` does not exist; this server has `{self.name}`.", param="model")
 
-    def _inputs(self, body: ClassifyRequest) -> list[list[int]]:
-        if body.messages is not None:
-            return [self._prompt(body)]
-        given: Any = body.input
-        items = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        special = body.add_special_tokens is not False
-        return [self._token_ids(item, add_special_tokens=special) for item in items]
-
     def _prompt(self, body: ChatRequest | ClassifyRequest) -> list[int]:
         """Return the token ids of the conversation, formatted with the model's chat template."""
         arguments = body.chat_template_kwargs
@@ -133,51 +126,18 @@ class EmbeddedModel:
                 f"chat_template_kwargs cannot set {', '.join(reserved)}: leave it out",
                 param="chat_template_kwargs",
             )
-        if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
-            arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
         try:
             text = self.tokenizer.apply_chat_template(
                 [message.as_dict() for message in body.messages or ()],
-                add_generation_prompt=body.add_generation_prompt,
+                add_generation_prompt=isinstance(body, ChatRequest),
                 tokenize=False,
                 **arguments,
             )
         # A chat template may raise any exception for messages that it does not support.
         except Exception as error:
             raise ApiError(400, f"the chat template rejected the messages: {error}", param="messages") from error
-        return self._token_ids(text, add_special_tokens=bool(body.add_special_tokens))
-
-    def _token_ids(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text; those of a list are in it."""
-        if not isinstance(given, str):
-            return given
-        ids: list[int] = self.tokenizer(given, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-
-    def _activate(self, logits: list[float]) -> list[float]:
-        problem = getattr(self.config, "problem_type", None)
-        if problem == "regression":
-            return logits
-        values = torch.tensor(logits)
-        if problem == "multi_label_classification" or len(logits) == 1:
-            return torch.sigmoid(values).tolist()
-        return torch.softmax(values, dim=-1).tolist()
-
-    def _choice(self, index: int, generation: GeneratedTokens, body: ChatRequest) -> dict[str, Any]:
-        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        finish_reason, stop_reason = generation.finish_reason, None
-        # Stop strings are searched in the complete text: the tokens after a stop string are generated and discarded.
-        found = [(text.index(stop), stop) for stop in body.stop_strings if stop in text]
-        if found:
-            end, stop_reason = min(found)
-            text, finish_reason = text[:end], "stop"
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text},
-            "logprobs": None,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from reward_loop.config import LimitConfig, RewardModelConfig
 from reward_loop.limits import REWARD_MODEL
 from reward_loop.serving.manager import serve_reward_model
-from reward_loop.serving.reservation import GpuReservation
+from reward_loop.serving.ray_server import GpuReservation
 from reward_loop.verl.options import RewardSettings, read
 from reward_loop.verl.run.job import RunningJob
 

