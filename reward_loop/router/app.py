@@ -288,7 +288,7 @@ async def _serve(
         await stopping.wait()
         logger.info("the router is stopping")
         # The manager stops the servers next, so requests in flight cannot be finished.
-        await server.stop(0)
+        await server.stop()
 
 
 def _room_for(requests: int, queue: int) -> tuple[int, int]:

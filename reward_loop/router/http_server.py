@@ -11,7 +11,6 @@ Invariants of a connection:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -292,25 +291,14 @@ class HttpServer:
         listener.listen(_BACKLOG)
         self._accept_again()
 
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more connections, wait for the requests in flight, and cancel those that are left.
-
-        Args:
-            grace_s: seconds that the requests in flight have to finish.
-        """
+    async def stop(self) -> None:
+        """Accept no more connections, and cancel the requests in flight."""
         self._pause()
         if self._listener:
             self._listener.close()
             self._listener = None
         if self._opening:  # Not cancelled: uvloop would leave connections that read nothing.
             await asyncio.wait(self._opening)
-        for connection in list(self._connections):
-            connection.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._none_left.wait()
-        if self._connections:
-            logger.warning("%d requests were cancelled: they did not end in time", len(self._connections))
         for connection in list(self._connections):
             connection.abort()
         try:
@@ -398,13 +386,6 @@ class _Connection(asyncio.Protocol):
         """An upper bound for the length of a head that ends within the bytes that are being parsed."""
         self._unproductive_bytes = 0
         """The number of bytes received since the last complete head, part of a body, or complete request."""
-
-    def stop(self) -> None:
-        """Close the connection, after the answer to the request in flight if there is one."""
-        if self._request and self._task:
-            self._request.keep_alive = False
-        else:
-            self._transport.close()
 
     def abort(self) -> None:
         """Close the connection at once, and cancel the request in flight."""

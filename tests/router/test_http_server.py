@@ -358,28 +358,24 @@ async def test_the_length_of_trailers_and_chunk_extensions_is_bounded(begin: byt
     assert handler.cancelled == handler.requests
 
 
-async def test_stop_waits_for_requests_in_flight_and_then_cancels_them() -> None:
+async def test_stop_cancels_the_requests_in_flight() -> None:
     handler = Handler()
     server = HttpServer(handler)
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     server.start(listener)
     async with asyncio.timeout(60):
-        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for _, writer in connections[:2]:
-            writer.write(WHOLE)
-        await until(lambda: len(handler.bodies) == 2)
-        stopping = asyncio.create_task(server.stop(2))
-        assert await connections[2][0].read() == b""  # It has no request.
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        connections[0][1].write(WHOLE)
+        await until(lambda: len(handler.bodies) == 1)
+        await server.stop()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
-        handler.answer(b"ok")
-        assert (await connections[0][0].read()).endswith(b"connection: close\r\n\r\nok")
-        await stopping
-        assert await connections[1][0].read() == b""
+        for reader, writer in connections:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
     assert len(handler.cancelled) == 1
-    for _, writer in connections:
-        writer.close()
 
 
 @pytest.mark.parametrize(
@@ -440,7 +436,7 @@ async def test_stop_ends_although_a_request_ignores_its_cancellation(
         writer.write(WHOLE)
         await started.wait()
         async with asyncio.timeout(30):
-            await server.stop(0)
+            await server.stop()
         assert "1 requests did not end within 0.01 s" in caplog.text
         may_end.set()
         writer.close()

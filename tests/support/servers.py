@@ -71,7 +71,7 @@ async def http_server(
     try:
         yield url
     finally:
-        await server.stop(grace_s=30)
+        await server.stop()
 
 
 @contextlib.asynccontextmanager
