@@ -152,16 +152,6 @@ async def test_outages_in_a_row_are_followed_by_longer_pauses(monkeypatch: pytes
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
 
-async def test_backends_are_added_while_it_runs() -> None:
-    async with BackendPool([], Health(*URLS)) as pool:
-        with pytest.raises(Refusal, match="no server is configured"):
-            await pool.acquire()
-        backend = pool.add(BACKENDS[2])
-        assert await pool.acquire() is backend
-        assert pool.find("http://c:1/") is backend
-        assert pool.find("http://d:1") is None
-
-
 async def test_requests_go_by_model_and_kind() -> None:
     configs = [
         BackendConfig(url=URLS[0], models=("judge",), kind="generative"),

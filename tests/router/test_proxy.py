@@ -156,15 +156,6 @@ async def test_chunks_are_passed_on_as_they_come() -> None:
         assert await response.content.read() == b"data: 2\n\n"
 
 
-@pytest.mark.parametrize("dead", ["refusing", "resetting"])
-async def test_a_request_moves_from_a_dead_backend_to_a_live_one(dead: str) -> None:
-    async with AsyncExitStack() as stack:
-        lost = refusing() if dead == "refusing" else await stack.enter_async_context(resetting())
-        live = await stack.enter_async_context(serving(answering()))
-        url = await stack.enter_async_context(proxied(lost, live))
-        assert await asyncio.gather(*(post(url) for _ in range(6))) == [(200, b"ok")] * 6
-
-
 async def test_the_only_server_gets_a_request_again_whose_connection_was_stale() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):

@@ -77,11 +77,6 @@ class TestVllm(RealEngine):
                     tokens = await metric("generation_tokens_total") - before
             assert 0 < tokens < 16 * MAX_NEW_TOKENS
 
-    async def test_engine_args_with_a_mapping_reach_the_server(self, client: Any) -> None:
-        request: dict[str, Any] = {"model": "judge", "messages": HELLO, "max_tokens": MAX_NEW_TOKENS + 20}
-        longest = await client.chat.completions.create(**request, extra_body={"ignore_eos": True})
-        assert longest.usage.completion_tokens == MAX_NEW_TOKENS
-
     async def test_a_judge_whose_replies_vllm_restricts(self, models: RewardModelManager) -> None:
         choices = {"choice": ["Score: 1", "Score: 2"]}
         judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
