@@ -17,7 +17,6 @@ from statistics import fmean, multimode
 from typing import Any
 
 from reward_loop._util.bounded_tasks import together
-from reward_loop._util.intervals import FALSE_ACCEPT
 from reward_loop._util.transient import is_transient
 from reward_loop.client.chat import Reply
 from reward_loop.client.judge import Judgement
@@ -206,7 +205,7 @@ def _combined(cheap: Judgement, strong: Judgement | None, chance: float, accept:
         )
     components |= {"strong": strong.score, "judged_by": "strong"}
     if strong.score < accept:
-        components[FALSE_ACCEPT] = float(cheap.score >= accept)
+        components["false_accept"] = float(cheap.score >= accept)
     score = cheap.score + (strong.score - cheap.score) / chance
     reply = Reply(f"[cheap]\n{cheap.reply.text}\n\n[strong]\n{strong.reply.text}")
     return Judgement(score, strong.verdict, strong.prompt, reply, components=components)

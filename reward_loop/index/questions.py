@@ -15,16 +15,15 @@ from typing import Any
 import duckdb
 import orjson
 
-from reward_loop._util.intervals import FALSE_ACCEPT, Z95, WeightedShare
+from reward_loop._util.intervals import Z95
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
 from reward_loop.index.filters import SampleFilter, number_of, value_of
 from reward_loop.index.index import Index, rows_of
-from reward_loop.index.price import Price
 from reward_loop.types import Outcome
 
 SHOWN = 5
-"""The number of the slowest and of the costliest samples, and of those whose scores differ most."""
+"""The number of the samples whose scores differ most."""
 
 LARGEST = 1e150
 """Larger numbers are left out: the squares of their differences are beyond the range of float."""
@@ -86,19 +85,13 @@ FROM (
     FROM (SELECT *, {number_of(_component("name"))} AS number FROM ({_NAMED}))
 ) WHERE name != 'score' GROUP BY ALL ORDER BY ALL
 """
-_SPOT_CHECKS = f"""
-SELECT key, validate, {number_of(_component("name"))} > 0 AS accepted,
-    {number_of(_component(f"regexp_replace(name, '{FALSE_ACCEPT}$', 'chance')").replace("$'", "$$'"))} AS chance
-FROM ({_NAMED} AND contains(components, '{FALSE_ACCEPT}"'))
-WHERE (name = '{FALSE_ACCEPT}' OR name LIKE '%/{FALSE_ACCEPT}') AND accepted IS NOT NULL
-"""
 _MODELS = """
 SELECT step AS key, validate, list(DISTINCT model) FILTER (model IS NOT NULL) AS models FROM $source GROUP BY ALL
 """
 
 _OF_MISSING = "{table} JOIN missing ON {table}.step IS NOT DISTINCT FROM of_step AND {table}.validate = of_validate"
 
-_INTERNAL = ("first_time", "last_time", "functions", "data_sources", "models", "names", "spot_checks")
+_INTERNAL = ("first_time", "last_time", "functions", "data_sources", "models", "names")
 """The fields of a summary that only the summary of the run shows."""
 
 _GROUP_COUNTS = ("groups", "zero_variance", "all_failed", "partly_failed")
@@ -127,11 +120,6 @@ def _summaries(cursor: duckdb.DuckDBPyConnection, key: str, source: str) -> dict
         found[place]["names"].append(name := row.pop("name"))
         if row["count"]:
             found[place]["components"][name] = row
-    checks: defaultdict[Key, WeightedShare] = defaultdict(WeightedShare)
-    for place, row in keyed(_SPOT_CHECKS):
-        checks[place].add(row["accepted"], row["chance"] if (row["chance"] or 0) > 0 else 1.0)
-    for place, summary in found.items():
-        summary |= {"spot_checks": vars(checks[place]), "false_accepts": checks[place].to_dict()}
     return found
 
 
@@ -139,7 +127,7 @@ def empty_summary() -> dict[str, Any]:
     """Return the summary of no samples."""
     spread = {"count": 0, **dict.fromkeys(("mean", "std", "min", "max", *_QUANTILES))}
     found = {**dict.fromkeys(_COUNTED, 0), "outcomes": {str(name): 0 for name in Outcome}}
-    found |= {name: dict(spread) for name in _SPREADS} | {"components": {}, "false_accepts": WeightedShare().to_dict()}
+    found |= {name: dict(spread) for name in _SPREADS} | {"components": {}}
     return found | {"response_length": None, "reported_cost": None}
 
 
@@ -219,25 +207,16 @@ WITH found AS (
 SELECT outcome, cause, count(*) AS count, arg_min(error, time) AS example, arg_min(id, time) AS id
 FROM named GROUP BY outcome, cause ORDER BY count DESC, cause LIMIT 1000
 """
-_SLOWEST = f"""
-SELECT id, coalesce(uid, id) AS sample, total_s AS seconds FROM samples WHERE validate = ? AND total_s > 0
-ORDER BY total_s DESC LIMIT {SHOWN}
-"""
-_COSTLIEST = f"""
-SELECT id, coalesce(uid, id) AS sample, coalesce(prompt_tokens, 0) + coalesce(completion_tokens, 0) AS tokens
-FROM samples WHERE validate = ? AND tokens > 0 ORDER BY tokens DESC LIMIT {SHOWN}
-"""
 
 
 def overview(index: Index, validate: bool) -> dict[str, list[dict[str, Any]]]:
-    """Return the causes of samples without a score, and the samples that took the most time and tokens.
+    """Return the causes of samples without a score.
 
     Args:
         index: the index.
         validate: whether to return those of validation, or those of training.
     """
-    queries = {"causes": _CAUSES, "slowest": _SLOWEST, "costliest": _COSTLIEST}
-    return {name: index.rows(query, [validate]) for name, query in queries.items()}
+    return {"causes": index.rows(_CAUSES, [validate])}
 
 
 # All samples of a batch have its exchanges: each counts once.
@@ -274,12 +253,11 @@ FROM calls GROUP BY model, backend, function, step ORDER BY step NULLS LAST
 """
 
 
-def judges(index: Index, price: Price | None, chosen: SampleFilter, *, by_step: bool = False) -> list[dict[str, Any]]:
+def judges(index: Index, chosen: SampleFilter, *, by_step: bool = False) -> list[dict[str, Any]]:
     """Return statistics of each model, backend and function, the most frequent first.
 
     Args:
         index: the index.
-        price: the price of tokens, if it is known.
         chosen: the samples.
         by_step: whether to add those of each step.
     """
@@ -297,17 +275,15 @@ def judges(index: Index, price: Price | None, chosen: SampleFilter, *, by_step: 
         of_steps[tuple(row.pop(name) for name in ("model", "backend", "function"))].append(row)
     for row in found:
         row["slowest"] = names.get(row["slowest"])
-        row["cost"] = price and price.cost(row)
         row["by_step"] = of_steps[row["model"], row["backend"], row["function"]]
     return found
 
 
-def report(index: Index, price: Price | None = None, by: str | None = None) -> dict[str, Any]:
+def report(index: Index, by: str | None = None) -> dict[str, Any]:
     """Return the summary of the samples of training, with that of validation as ``validation``.
 
     Args:
         index: the index.
-        price: the price of tokens, if it is known.
         by: the field by whose values samples are also summarised, as ``parts``.
 
     Raises:
@@ -330,7 +306,7 @@ def report(index: Index, price: Price | None = None, by: str | None = None) -> d
         summary = _united([step for step in kept if step["validate"] is validate])
         summary |= {name: _named(spread) for name, spread in spreads.get(validate, {}).items()}
         summary |= overview(index, validate)
-        summary["judges"] = judges(index, price, SampleFilter().also("validate = ?", validate))
+        summary["judges"] = judges(index, SampleFilter().also("validate = ?", validate))
         if by is not None:
             chosen = [{"value": value, **part} for value, part in parts if part["validate"] is validate]
             summary |= {"by": by, "parts": [_public(part) for part in chosen]}
@@ -356,10 +332,6 @@ def _united(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found["components"][name] = _united_spread(
             [summary["components"][name] for summary in summaries if name in summary["components"]]
         )
-    checks = WeightedShare()
-    for summary in summaries:
-        checks += WeightedShare(**summary["spot_checks"])
-    found["false_accepts"] = checks.to_dict()
     return {name: value for name, value in found.items() if name not in ("total_s", "judge_s", "response_length")}
 
 
@@ -377,7 +349,7 @@ def _public(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_report() -> dict[str, Any]:
     """Return the report of a folder without records."""
-    return {**empty_summary(), "causes": [], "slowest": [], "costliest": [], "judges": [], "validation": None}
+    return {**empty_summary(), "causes": [], "judges": [], "validation": None}
 
 
 def _plain(value: Any, name: str) -> Any:

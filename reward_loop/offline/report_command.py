@@ -15,10 +15,9 @@ from rich.table import Table
 
 from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import WIDE, console, printable
-from reward_loop._util.text import counted, duration, rounded
+from reward_loop._util.text import counted, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.index.phases import StepTimes
-from reward_loop.index.price import Price, PriceOption
 from reward_loop.records import NoRecordsError, health, hidden_share
 
 _CAUSES = 5
@@ -45,15 +44,13 @@ def report(
             "[cyan]components.acc[/].",
         ),
     ] = None,
-    price: PriceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Summarise the records of a run, also while it runs, or compare two.
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, the slowest and the costliest samples, and of a verl run
-    the warnings of its live numbers. Two folders are joined by the uids of their
+    failures of judges, and of a verl run the warnings of its live numbers. Two folders are joined by the uids of their
     samples: two functions on the same samples, as "score" writes them, or two
     runs.
     docs/viewer.md describes the summary.
@@ -66,7 +63,7 @@ def report(
     from reward_loop.index import questions
     from reward_loop.index.index import open_index
 
-    out, prices = console(), Price.parse(price)
+    out = console()
     if len(folders) > 2:
         raise ConfigError(f"report: {len(folders)} folders are given: name one, or two to compare")
     with open_index(folders[0]) as index:
@@ -79,7 +76,7 @@ def report(
             else:
                 show_comparison(compared, folders, out)
             return
-        found = questions.report(index, prices, group_by)
+        found = questions.report(index, group_by)
         incomplete = index.incomplete
     times, warnings = StepTimes(folders[0]).steps(), health(folders[0])
     overlap = [{"step": step, **row, "phases": None} for step, row in times.items() if row["pending_s"] is not None]
@@ -129,8 +126,6 @@ def _show_samples(found: Values, out: Console) -> None:
     table.add_row("masked", str(found["masked"]))
     if found["stopped"]:
         table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
-    slowest = ", ".join(f"{one['sample']} {duration(one['seconds'])}" for one in found["slowest"])
-    table.add_row("slowest", escape(printable(slowest)) or "none")
     if found["reported_cost"] is not None:
         table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
     out.print(table)
@@ -145,16 +140,7 @@ def _show_samples(found: Values, out: Console) -> None:
             f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
             f"{found['all_failed']} without a reward, {found['partly_failed']} with a reward for some samples only"
         )
-    if (accepts := found["false_accepts"])["count"]:
-        low, high = accepts["interval"]
-        out.print(
-            f"\nspot checks: the cheap judge accepted {accepts['value']:.1%} of {counted(accepts['count'], 'answer')} "
-            f"that the strong judge rejects (95 % interval {low:.1%} to {high:.1%})"
-        )
     _show_judges(found["judges"], out)
-    if found["costliest"]:
-        shown = ", ".join(f"{one['sample']} {one['tokens']:,}" for one in found["costliest"])
-        out.print(f"most tokens: {escape(shown)}")
     if "parts" in found:
         _show_parts(found, out)
 
@@ -205,7 +191,6 @@ def _show_causes(outcome: str, causes: Sequence[Values], out: Console) -> None:
 
 def _show_judges(judges: Sequence[Values], out: Console) -> None:
     models = [judge["model"] for judge in judges]
-    has_cost = any(judge["cost"] is not None for judge in judges)
     columns = ["judge", "requests", "errors", "no\nverdict", "asked\nagain", "p50 s", "p95 s", "max s", "tokens"]
     rows = []
     for judge in judges:
@@ -213,24 +198,19 @@ def _show_judges(judges: Sequence[Values], out: Console) -> None:
         name = judge["model"] if is_alone else " ".join(filter(None, map(judge.get, ("model", "backend", "function"))))
         shares = [f"{judge[key] / judge['requests']:.1%}" for key in ("errors", "no_verdict", "asked_again")]
         times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
-        cost = (judge["cost"],) if has_cost else ()
         tokens = f"{judge['prompt_tokens'] + judge['completion_tokens']:,}"
-        rows.append((name, judge["requests"], *shares, *times, tokens, *cost))
+        rows.append((name, judge["requests"], *shares, *times, tokens))
     if rows:
-        show_table([*columns, "cost"] if has_cost else columns, rows, out)
+        show_table(columns, rows, out)
 
 
 def _show_parts(found: Values, out: Console) -> None:
     rows = []
-    has_checks = bool(found["false_accepts"]["count"])
     for part in found["parts"][:_PARTS]:
         outcomes = (part["outcomes"][name] for name in ("scored", "unscored", "failed"))
         means = part["score"]["mean"], part["score"]["std"], part["reward"]["mean"]
-        accepts = (part["false_accepts"]["value"],) if has_checks else ()
-        rows.append((part["value"], part["samples"], *outcomes, *means, *accepts))
+        rows.append((part["value"], part["samples"], *outcomes, *means))
     columns = ["samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward"]
-    if has_checks:
-        columns.append("false\naccepts")
     show_table((found["by"], *columns), rows, out)
     _note_more(found["parts"], out)
 

@@ -114,16 +114,15 @@ class Follower:
                 continue
 
 
-def create_app(index: Index, price: questions.Price | None = None) -> FastAPI:
+def create_app(index: Index) -> FastAPI:
     """Return the ASGI app of the viewer, which follows the folder while it runs.
 
     Args:
         index: an open index, up to date.
-        price: the price of tokens, for the cost of judges.
     """
     follower, times = Follower(index), StepTimes(index.folder)
     reading = threading.Lock()
-    samples = SampleQueries(index, RecordsReader(index.folder), price)
+    samples = SampleQueries(index, RecordsReader(index.folder))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -216,7 +215,7 @@ def create_app(index: Index, price: questions.Price | None = None) -> FastAPI:
 
     @app.get("/api/judges", dependencies=_only("step", "validate"))
     def all_judges(request: Request) -> Response:
-        return _json({"rows": questions.judges(index, price, SampleFilter.parse(request.query_params), by_step=True)})
+        return _json({"rows": questions.judges(index, SampleFilter.parse(request.query_params), by_step=True)})
 
     @app.get("/api/timeline", dependencies=_only("step"))
     def timeline_of(step: int) -> Response:

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from reward_loop._util.standard_streams import console
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
-from reward_loop.index.price import Price, PriceOption
 
 if TYPE_CHECKING:
     from reward_loop.index.index import Index
@@ -32,7 +31,6 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
     host: Annotated[str, typer.Option(help="Address to listen on. Without a key, only loopback.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    price: PriceOption = None,
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -55,11 +53,11 @@ def view(
     # Here: DuckDB takes a while to import, and other commands do not need it.
     from reward_loop.index.index import Index
 
-    key, prices = api_key(api_key_env), Price.parse(price)
+    key = api_key(api_key_env)
     # The port first: a port in use is found before the index of a large folder is built.
     with open_listener(host, port, key) as listener, Index(folder) as index:
         _update(index)
-        _serve(index, listener, host, key, open_browser, prices)
+        _serve(index, listener, host, key, open_browser)
 
 
 def _update(index: Index) -> None:
@@ -81,13 +79,11 @@ def _update(index: Index) -> None:
         keep_summaries(index)
 
 
-def _serve(
-    index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool, prices: Price | None
-) -> None:
+def _serve(index: Index, listener: socket.socket, host: str, key: str | None, open_browser: bool) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     from reward_loop.view.app import Guard, create_app, host_names
 
-    app = create_app(index, prices)
+    app = create_app(index)
     any_address = listener.getsockname()[0] in ("0.0.0.0", "::")
     guarded = Guard(app, host_names(listener, host), key, any_address)
     url = url_of(listener) + "/"

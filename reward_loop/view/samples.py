@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -17,7 +16,6 @@ from reward_loop._util.json import decode, encode
 from reward_loop.errors import ConfigError
 from reward_loop.index.filters import SampleFilter, SortOrder
 from reward_loop.index.index import Index
-from reward_loop.index.price import Price
 from reward_loop.index.questions import LARGEST
 from reward_loop.records import RecordsReader, parse_line
 from reward_loop.view.turns import prompt_turns, response_turns
@@ -56,13 +54,11 @@ class SampleQueries:
     Args:
         index: the index.
         reader: reads the texts.
-        price: the price of tokens, if it is known.
     """
 
-    def __init__(self, index: Index, reader: RecordsReader, price: Price | None) -> None:
+    def __init__(self, index: Index, reader: RecordsReader) -> None:
         self._index = index
         self._reader = reader
-        self._price = price
         # Not as a decorator: its cache would keep the index alive.
         self._find = lru_cache(_CACHED)(partial(_find, index))
 
@@ -137,15 +133,12 @@ class SampleQueries:
             [*same.parameters, known["group"]],
         )
         chosen = self._filter(query) if query else same
-        price = self._price
         texts = self._reader.text(row)
-        exchanges = [{**one, "cost": price and price.cost(one)} for one in self._reader.exchanges(row)]
         return {
             "row": row,
             "texts": texts,
             "turns": texts and {"prompt": prompt_turns(texts), "response": response_turns(texts)},
-            "exchanges": exchanges,
-            "cost": _cost(row, exchanges),
+            "exchanges": list(self._reader.exchanges(row)),
             "group": group,
             "previous": self._neighbour(known["keys"], chosen, order, reverse=True),
             "next": self._neighbour(known["keys"], chosen, order),
@@ -201,13 +194,6 @@ class SampleQueries:
             last = prompt[-1] if prompt else None
             prompt = last.get("content") if isinstance(last, dict) else last
         return None if prompt is None else str(prompt)[:PROMPT]
-
-
-def _cost(row: Mapping[str, Any], exchanges: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the cost of a sample; ``None`` if it is unknown, or if its exchanges belong to other samples, too."""
-    if not exchanges or row.get("batch") is not None or any(one["cost"] is None for one in exchanges):
-        return None
-    return math.fsum(one["cost"] for one in exchanges)
 
 
 def _row(known: Mapping[str, Any]) -> dict[str, Any]:

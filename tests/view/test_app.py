@@ -13,7 +13,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from reward_loop.index.index import Index
-from reward_loop.index.price import Price
 from reward_loop.records import Records
 from reward_loop.records.events import HealthRecords
 from reward_loop.records.reader import RecordsReader
@@ -308,7 +307,6 @@ def test_the_overview_of_samples_without_a_step(tmp_path: Path) -> None:
     assert (cause["outcome"], cause["cause"], cause["count"]) == ("failed", "f raised KeyError: 'x'", 3)
     assert cause["example"].startswith("sample f0: f raised KeyError: 'x'\n")
     assert cause["id"] == "id-f0"
-    assert [row["sample"] for row in found["slowest"][:2]] == ["u8", "u7"]
 
 
 def test_a_sample_is_in_the_step_that_trains_on_it(tmp_path: Path) -> None:
@@ -378,27 +376,6 @@ def test_a_wrong_parameter_is_an_error_of_status_400(client: TestClient, query: 
     answer = client.get(f"/api/{query}")
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]
-
-
-def test_the_cost_of_judges_and_samples_at_a_price(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    exchanges = [exchange(1, prompt_tokens=100, completion_tokens=10), exchange(2, model="other", prompt_tokens=50)]
-    record(writer, "a", exchanges=exchanges)
-    record(writer, "b", exchanges=exchanges[:1])
-    record(writer, "c")
-    flushed(writer)
-    with Index(tmp_path) as index:
-        index.update()
-        for text, costs in (
-            (None, {"a": None, "b": None, "c": None}),
-            ("1000:10000", {"a": 0.3, "b": 0.2, "c": None}),
-        ):
-            with TestClient(create_app(index, Price.parse(text))) as client:
-                known = {row["uid"]: row["id"] for row in get(client, "samples")["rows"]}
-                found = {uid: get(client, f"sample/{name}")["cost"] for uid, name in known.items()}
-                assert found == pytest.approx(costs)
-                judges = {row["model"]: row["cost"] for row in get(client, "judges")["rows"]}
-                assert judges["judge-7b"] == (pytest.approx(0.4) if text else None)
 
 
 def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 /** An exchange with a judge or model server, word for word. */
 
 import { el } from "./dom.js";
-import { count, number, plural, seconds, time, value } from "./format.js";
+import { count, plural, seconds, time, value } from "./format.js";
 import { conversation, textBlock, visible } from "./text.js";
 
 /** Returns the card of an exchange. @param {Object} exchange: as in docs/records.md */
@@ -36,7 +36,6 @@ function about(exchange) {
     seconds(exchange.seconds),
     exchange.status == null ? "no status" : `status ${exchange.status}`,
     tokens,
-    exchange.cost == null ? null : `cost ${number(exchange.cost)}`,
     exchange.finish_reason && `finish reason ${exchange.finish_reason}`,
     `attempt ${exchange.attempt ?? 1}`,
     time(exchange.time),

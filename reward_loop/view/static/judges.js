@@ -1,9 +1,9 @@
-/** Judges by model and function: requests, failures, latency, tokens, cost, and verdicts over the steps. */
+/** Judges by model and function: requests, failures, latency, tokens, and verdicts over the steps. */
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { el, empty, table } from "./dom.js";
-import { count, fixed, number, percent, seconds } from "./format.js";
+import { count, fixed, percent, seconds } from "./format.js";
 import { link, open } from "./router.js";
 import { visible } from "./text.js";
 import { isValidation, toggle } from "./validation.js";
@@ -51,7 +51,6 @@ function name({ model, backend, function: asked }) {
 
 function overview(rows) {
   const rate = (row, amount) => percent(row.requests ? amount / row.requests : null);
-  const hasCost = rows.some((row) => row.cost !== null);
   const body = rows.map((row) => [
     name(row),
     count(row.requests),
@@ -63,10 +62,9 @@ function overview(rows) {
     longest(row),
     count(row.prompt_tokens),
     count(row.completion_tokens),
-    ...(hasCost ? [number(row.cost)] : []),
   ]);
   const columns = ["Judge", ">Requests", ">Errors", ">No verdict", ">Asked again", ">p50", ">p95", ">Longest"];
-  return table([...columns, ">Tokens read", ">written", ...(hasCost ? [">Cost"] : [])], body);
+  return table([...columns, ">Tokens read", ">written"], body);
 }
 
 /** Returns the time of the longest request, with a link to its sample. */

@@ -266,7 +266,7 @@ async function noSteps(run, part, validate) {
       "No samples yet",
       "The folder has no complete row. This page shows samples as soon as they are written.",
     );
-  const { causes, slowest } = await get("overview", { validate });
+  const { causes } = await get("overview", { validate });
   return el(
     "div",
     {},
@@ -294,11 +294,6 @@ async function noSteps(run, part, validate) {
         visible(row.cause),
         el("a", { href: link("sample", [row.id]) }, visible(row.example)),
       ]),
-    ),
-    section(
-      "Slowest samples",
-      ["Sample", ">Time"],
-      slowest.map((row) => [el("a", { href: link("sample", [row.id]) }, visible(row.sample)), seconds(row.seconds)]),
     ),
   );
 }

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { isLong, shortComponents } from "./components.js";
 import { el, figures } from "./dom.js";
 import { exchangeCard, raw } from "./exchange.js";
-import { count, fixed, number, plural, seconds, time, value } from "./format.js";
+import { count, fixed, plural, seconds, time, value } from "./format.js";
 import { outcomeMark } from "./outcome.js";
 import { link, open } from "./router.js";
 import { asText, conversation, textBlock, visible } from "./text.js";
@@ -75,7 +75,7 @@ function groupLink({ group, step, validate }) {
   return link("step", [step], { group, validate: validate ? 1 : null });
 }
 
-function head({ row, cost, previous, next }, query) {
+function head({ row, previous, next }, query) {
   const go = (target, label, text) =>
     el("a", { class: "button", "aria-label": label, href: target ? link("sample", [target], query) : null }, text);
   const [name, args, filters] = above(row, query);
@@ -101,7 +101,6 @@ function head({ row, cost, previous, next }, query) {
         plural((row.judges ?? []).length, "request"),
         `${count((row.prompt_tokens ?? 0) + (row.completion_tokens ?? 0))} tokens`,
       ],
-      cost !== null && ["Cost", number(cost), "of its requests"],
     ]),
   );
 }
