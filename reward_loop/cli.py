@@ -18,10 +18,10 @@ from reward_loop._util import process, signals
 from reward_loop._util.standard_streams import console
 from reward_loop.adapters.serve import serve
 from reward_loop.errors import ConfigError, FunctionLoadError, RewardLoopError
-from reward_loop.offline.audit_command import audit
-from reward_loop.offline.check_command import check
-from reward_loop.offline.command import score
+from reward_loop.offline.audit import audit
+from reward_loop.offline.check import check_command
 from reward_loop.offline.report_command import report
+from reward_loop.offline.score import score
 from reward_loop.view.command import view
 
 _out, _err = console(), console(stderr=True)
@@ -146,5 +146,5 @@ def _root(
     """Rewards that never block RL training of language models."""
 
 
-for command in (audit, check, score, serve, report, view):
-    app.command()(command)
+for command in (audit, check_command, score, serve, report, view):
+    app.command(command.__name__.removesuffix("_command"))(command)

@@ -28,11 +28,9 @@ from reward_loop import (
 )
 from reward_loop.client import chat_complete
 from reward_loop.managers import GroupRewardLoopManager
-from reward_loop.offline.fields import Fields, check_fields
-from reward_loop.offline.folder import ScoredFolder, check_export, export
-from reward_loop.offline.inputs import Inputs, Row
+from reward_loop.offline.inputs import Fields, Inputs, Row, check_fields
 from reward_loop.offline.report_command import summary_of
-from reward_loop.offline.run import score_rows
+from reward_loop.offline.score import ScoredFolder, check_export, score_rows, write_scores
 from reward_loop.records.reader import RecordsReader
 from tests.support.gsm8k import DATA, ROOT, needs_gsm8k
 from tests.verl.away import judge_that_goes_away
@@ -85,8 +83,6 @@ def score(
     fields=None,
     config=None,
     identity=None,
-    restart=False,
-    retry_failed=False,
     **kwargs,
 ):
     """Score a file as the command does; ``output`` is the folder of the records."""
@@ -94,14 +90,13 @@ def score(
         options = {**(config or {}), "log_dir": str(output)}
         manager = NaiveRewardLoopManager(config=options, compute_score=function)
     fields = fields or Fields(requires=getattr(manager, "requires", frozenset()))
-    inputs = source if isinstance(source, Inputs) else Inputs.open([str(source)])
-    check_fields(inputs.rows(), inputs.name, fields)
+    inputs = source if isinstance(source, Inputs) else Inputs.open(str(source))
+    check_fields(inputs.rows(), str(inputs.path), fields)
     identity = {"input": inputs.identity(), **(identity or {})}
-    with ScoredFolder.open(output, identity, restart=restart) as folder:
-        folder.forget_unfinished(failed=retry_failed)
+    with ScoredFolder.open(output, identity) as folder:
         resumed = score_rows(inputs, folder, manager, fields=fields, **kwargs)
         exported = output.with_name(f"{output.name}.jsonl")
-        export(inputs, folder, exported)
+        write_scores(inputs, folder, exported)
     return Scored(read_jsonl(exported), resumed, output)
 
 
@@ -138,7 +133,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     ]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     done = score(source, tmp_path / "out")
-    assert Inputs.open([str(source)]).count() == len(done.rows) == 10
+    assert Inputs.open(str(source)).count() == len(done.rows) == 10
     errors = [row["error"] for row in done.rows]
     assert errors[0] is None
     assert "line 2: not JSON" in errors[1]
@@ -204,7 +199,7 @@ def test_a_mapped_key_of_extra_info_makes_the_whole_field_optional():
     assert fields.to_sample(row) == RewardSample("x", extra_info={"question": "Why?"}, uid="line 1")
     error = Fields(requires=frozenset({"extra_info"})).to_sample(row).error
     assert "no field 'extra_info'" in error
-    assert "--field extra_info.KEY=..." in error
+    assert "--field extra_info=..." in error
     both = Fields({"extra_info.question": "question", "extra_info": "meta"})
     assert "no field 'meta' (for extra_info)" in both.to_sample(row).error
 
@@ -356,25 +351,21 @@ def test_another_run_is_not_continued(tmp_path, change):
     if change == "input":
         write_jsonl(source, ROWS[:-1])
     identity = {"function": "b" if change == "function" else "a"}
-    with pytest.raises(ConfigError, match=f"out has the records of a run with another {change}: .*--restart"):
+    with pytest.raises(ConfigError, match=f"out has the records of a run with another {change}: choose"):
         score(source, output, identity=identity)
-    done = score(source, output, identity=identity, restart=True)
-    assert (done.resumed, done.report["samples"]) == (0, len(done.rows))
-    assert score(source, output, identity=identity).resumed == len(done.rows)
 
 
 def test_a_folder_that_another_program_wrote_is_left_as_it_is(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
     output.mkdir()
     (output / "notes.jsonl").write_text('{"precious": 1}\n')
-    for restart in (False, True):
-        with pytest.raises(ConfigError, match=r"out was not written by this command: choose another --output"):
-            score(source, output, restart=restart)
+    with pytest.raises(ConfigError, match=r"out was not written by this command: choose another --output"):
+        score(source, output)
     assert (output / "notes.jsonl").read_text() == '{"precious": 1}\n'
     run = tmp_path / "run"
     score_run(run)  # records of a training run
     with pytest.raises(ConfigError, match="run was not written by this command"):
-        score(source, run, restart=True)
+        score(source, run)
 
 
 def score_run(folder):
@@ -397,16 +388,15 @@ def test_too_many_failures_and_the_policy_raise_stop_a_run(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
     with pytest.raises(TooManyFailuresError, match=r"KeyError: 'rubric'"):
         score(source, output, raises, config={"min_samples_for_failed_share": 6}, concurrency=1)
-    assert score(source, output, raises).resumed == 6
     with pytest.raises(RewardFunctionError, match="line 1"):
-        score(source, output, raises, config={"on_failed": "raise"}, restart=True, concurrency=1)
+        score(source, output, raises, config={"on_failed": "raise"}, concurrency=1)
 
     class Broken:
         async def run_single(self, sample):
             return sample.batch
 
     with pytest.raises(RewardLoopError, match=r"line 1: Broken.run_single raised AttributeError"):
-        score(source, output, manager=Broken(), restart=True)
+        score(source, output, manager=Broken())
 
 
 def test_a_missing_api_key_stops_the_run_before_a_row_fails(tmp_path, monkeypatch):
@@ -446,15 +436,13 @@ def test_rows_wait_while_the_judge_is_away(tmp_path):
     assert any(row.get("outage_s", 0) > 0.5 for row in RecordsReader(tmp_path / "out").rows())
 
 
-def test_failed_rows_of_a_finished_run_are_scored_again_where_asked(tmp_path):
+def test_failed_rows_of_a_finished_run_are_scored_again(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
     config = {"retry": {"max_attempts": 1}}
     score(source, output, fails_for("3", "7"), config=config)
-    done = score(source, output, unchanged := fails_for(), config=config)
-    assert (done.outcomes, done.resumed, unchanged.calls) == ({"scored": 10, "failed": 2}, 12, {})
-    done = score(source, output, again := fails_for("7"), config=config, retry_failed=True)
+    done = score(source, output, again := fails_for("7"), config=config)
     assert (done.outcomes, done.resumed) == ({"scored": 11, "failed": 1}, 10)
-    done = score(source, output, last := fails_for(), config=config, retry_failed=True)
+    done = score(source, output, last := fails_for(), config=config)
     # A row has one record, that of its last call.
     assert (done.outcomes, done.report["samples"]) == ({"scored": 12}, 12)
     assert (set(again.calls), set(last.calls)) == ({"3", "7"}, {"7"})
@@ -486,7 +474,7 @@ def test_a_run_without_results_starts_over_with_another_function(tmp_path):
     source, output = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out"
     with pytest.raises(TooManyFailuresError):
         score(source, output, raises, config={"min_samples_for_failed_share": 6}, identity={"function": "a"})
-    # Every row that ended had failed: the corrected function starts over without --restart.
+    # Every row that ended had failed: the corrected function starts over.
     done = score(source, output, exact, identity={"function": "b"})
     assert (done.resumed, done.outcomes) == (0, {"scored": 12})
 
@@ -517,11 +505,11 @@ def test_rows_of_a_group_are_scored_together(tmp_path):
     assert sorted(seen) == [["0", "3", "6"], ["1", "4", "7"], ["2", "5", "8"]]
     assert "line 10: no field 'solution_str'" in done.rows[9]["error"]
     # A group that lacks a record is scored as a whole.
-    with ScoredFolder.open(output, {"input": Inputs.open([str(source)]).identity()}) as folder:
+    with ScoredFolder.open(output, {"input": Inputs.open(str(source)).identity()}) as folder:
         folder.forget({"line 2"})
     seen.clear()
     again = score(source, output, manager=manager)
-    assert (again.rows, again.resumed, again.report["samples"], seen) == (done.rows, 7, 10, [["1", "4", "7"]])
+    assert (again.rows, again.resumed, again.report["samples"], seen) == (done.rows, 6, 10, [["1", "4", "7"]])
     alone = write_jsonl(tmp_path / "alone.jsonl", [{"solution_str": "1"}])
     with pytest.raises(ConfigError, match=r"line 1 has no field `group` or `uid`.*--field group="):
         score(alone, tmp_path / "alone", manager=manager)
@@ -540,7 +528,7 @@ def test_parquet(tmp_path):
     assert [row["output"] for row in done.rows] == [row["output"] for row in rows]
     count = 2 * 1024 + 5  # more than a batch
     pq.write_table(pa.Table.from_pylist([{"solution_str": "1", "ground_truth": "1"}] * count), source)
-    assert len(score(source, tmp_path / "many").rows) == Inputs.open([str(source)]).count() == count
+    assert len(score(source, tmp_path / "many").rows) == Inputs.open(str(source)).count() == count
 
 
 @pytest.mark.parametrize(
@@ -550,22 +538,21 @@ def test_parquet(tmp_path):
         ("folder/out.jsonl", "is in the folder that is scored"),
         ("out.csv", "the export is a JSONL file"),
         ("a_folder.jsonl", "the export is a JSONL file"),
-        ("other.jsonl/x.jsonl", "its folder cannot be created"),
     ],
 )
 def test_a_file_that_cannot_be_exported_is_refused(tmp_path, file, message):
-    source, _ = write_jsonl(tmp_path / "in.jsonl", ROWS), write_jsonl(tmp_path / "other.jsonl", ROWS)
+    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
     score_run(tmp_path / "folder")
     (tmp_path / "a_folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match=rf"--export .*{file}.*{message}"):
-        check_export(Inputs.open([str(source), str(tmp_path / "folder")]), tmp_path / file)
+        check_export(Inputs.open(str(tmp_path / "folder" if "folder/" in file else source)), tmp_path / file)
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "in.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"in.parquet: parquet files need pyarrow: pip install"):
-        list(Inputs.open([str(tmp_path / "in.parquet")]).rows())
+        list(Inputs.open(str(tmp_path / "in.parquet")).rows())
 
 
 def test_values_of_any_type_are_written(tmp_path):

@@ -1,4 +1,4 @@
-"""The inputs of ``reward-loop score`` and ``check``: several files, records, fields."""
+"""The inputs of ``reward-loop score`` and ``check``: files, records, fields."""
 
 import json
 import math
@@ -7,8 +7,7 @@ import re
 import pytest
 
 from reward_loop import ConfigError
-from reward_loop.offline.fields import Fields, check_fields
-from reward_loop.offline.inputs import Inputs, Row
+from reward_loop.offline.inputs import Fields, Inputs, Row, check_fields
 from tests.records.rows import sample, write
 
 ROWS = [{"solution_str": str(i)} for i in range(12)]
@@ -19,38 +18,10 @@ def texts(rows):
     return [row.columns["solution_str"] for row in rows]
 
 
-def test_several_inputs_are_one_after_another(tmp_path):
-    for i in (1, 2, 10):
-        (tmp_path / f"{i}.jsonl").write_text(json.dumps(ROWS[i]) + "\n" + json.dumps(ROWS[7]) + "\n")
-    inputs = Inputs.open([str(tmp_path / f"{i}.jsonl") for i in (1, 2, 10)])
-    assert [path.name for path in inputs.paths] == ["1.jsonl", "2.jsonl", "10.jsonl"]
-    assert texts(inputs.rows()) == ["1", "7", "2", "7", "10", "7"]
-    assert [row.name for row in inputs.rows()][:3] == [
-        f"{tmp_path}/1.jsonl line 1",
-        f"{tmp_path}/1.jsonl line 2",
-        f"{tmp_path}/2.jsonl line 1",
-    ]
-    assert inputs.count() == 6
-    before = inputs.identity()
-    (tmp_path / "10.jsonl").write_text(json.dumps(ROWS[3]) + "\n")
-    assert inputs.identity() != before
-
-
-def test_an_input_that_is_named_twice_is_read_once(tmp_path):
-    for name in ("1.jsonl", "2.jsonl"):
-        (tmp_path / name).write_bytes(LINES)
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "1.jsonl")
-    inputs = Inputs.open(
-        [f"{tmp_path}/{name}.jsonl" for name in (2, 1, 2, "link")] + [f"{tmp_path}/../{tmp_path.name}/1.jsonl"]
-    )
-    assert [path.name for path in inputs.paths] == ["2.jsonl", "1.jsonl"]
-    assert inputs.count() == len({row.name for row in inputs.rows()}) == 24
-
-
 def test_rows_of_records_have_different_names(tmp_path):
     uids = ["x", "x (2)", "x", "x (2)", "row 5", None, "x"]
     write(tmp_path, *(sample(uid, id=str(index)) for index, uid in enumerate(uids)))
-    names = [row.name for row in Inputs.open([str(tmp_path)]).rows()]
+    names = [row.name for row in Inputs.open(str(tmp_path)).rows()]
     assert names == ["x", "x (2)", "x (3)", "x (2) (2)", "row 5", "row 5 (2)", "x (4)"]
 
 
@@ -64,9 +35,9 @@ def test_rows_of_records_have_different_names(tmp_path):
 )
 def test_a_file_in_another_format_has_no_row_that_can_be_scored(tmp_path, content, message):
     (tmp_path / "rollouts").write_bytes(content)
-    inputs = Inputs.open([str(tmp_path / "rollouts")])
+    inputs = Inputs.open(str(tmp_path / "rollouts"))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_fields(inputs.rows(), inputs.name, Fields())
+        check_fields(inputs.rows(), str(inputs.path), Fields())
 
 
 ROW = {

@@ -72,7 +72,7 @@ def test_the_judges_of_a_scoring_are_those_of_the_report_on_its_records(
 def test_a_retried_row_counts_with_its_latest_requests(server: FakeJudge) -> None:
     server.script(*[Status(400)] * 2)
     score(server, "compute_score")
-    shown = score(server, "compute_score", "--retry-failed")
+    shown = score(server, "compute_score")
     assert shown.split("judge-7b")[1].split()[:2] == [str(ROWS), "0.0%"]
 
 

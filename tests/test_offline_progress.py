@@ -6,10 +6,8 @@ import json
 from rich.console import Console
 
 from reward_loop import NaiveRewardLoopManager
-from reward_loop.offline.fields import Fields
-from reward_loop.offline.folder import ScoredFolder
-from reward_loop.offline.inputs import Inputs
-from reward_loop.offline.run import LINE_S, ScoringProgress, score_rows
+from reward_loop.offline.inputs import Fields, Inputs
+from reward_loop.offline.score import LINE_S, ScoredFolder, ScoringProgress, score_rows
 
 
 class Clock:
@@ -36,7 +34,7 @@ def test_failures_and_the_mean_are_shown_now_and_then_in_a_line(tmp_path):
         progress.completed(rows, result)
 
     with ScoredFolder.open(tmp_path / "out", {}) as folder:
-        source = Inputs((tmp_path / "in.jsonl",))
+        source = Inputs(tmp_path / "in.jsonl")
         score_rows(source, folder, manager, fields=Fields(), concurrency=1, on_row=completed)
     # The clock advances by half of the interval with each row, and at the start.
     assert out.getvalue().splitlines() == [

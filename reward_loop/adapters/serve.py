@@ -354,7 +354,6 @@ def _shown(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
 
 
 def serve(
-    context: typer.Context,
     fn: Annotated[
         str,
         typer.Argument(
@@ -410,9 +409,9 @@ def serve(
         "isolation": isolation,
         "max_failed_share": 1.0,  # the replies report each failure, so the trainer can decide
         "log_dir": None if log_dir is None else str(log_dir),
-        **cli_options.more_options(context, option),
+        **cli_options.more_options(option),
     }
-    config = parse(RewardLoopConfig, options, cli_options.option_names(context))
+    config = parse(RewardLoopConfig, options, cli_options.option_name)
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
     scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
     service = RewardService(scorer, key=key, concurrency=concurrency, grace_s=grace)

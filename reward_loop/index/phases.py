@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reward_loop.index.lines import Lines, new_lines
+from reward_loop.index.index import Lines, new_lines
 from reward_loop.records import EVENTS, OVERLAP, PHASE, STEP, check_version, hidden_share, parse_line
 
 _HEAD = 64

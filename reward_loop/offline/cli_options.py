@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -107,44 +107,29 @@ def values(items: Sequence[str] | None, option: str) -> dict[str, Any]:
     return {name: json_or_text(value) for name, value in pairs(items, option).items()}
 
 
-def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[str, Any]:
-    """Return the options of the reward loop that ``--option`` sets, as nested dicts.
+def more_options(items: Sequence[str] | None) -> dict[str, Any]:
+    """Return the options of the reward loop that ``--option`` sets, as nested dicts: names are dotted.
 
     Raises:
-        typer.BadParameter: an item is malformed, names contradict each other, or an option of the command with the same
-            name is also given, such as ``--timeout 10 -O timeout=5``.
+        typer.BadParameter: an item is malformed, or one name is the prefix of another: ``limits`` and ``limits.judge``.
     """
-    options = nested(pairs(items, "--option"), "--option")
-    for name, value in options.items():
-        if is_given(context, name):
-            option = _flag(name)
-            raise typer.BadParameter(
-                f"{option}={context.params[name]} and -O {name}={value} set the same option: give one of them",
-                param_hint=option,
-            )
-    return options
+    found: dict[str, Any] = {}
+    for path, value in values(items, "--option").items():
+        *groups, name = path.split(".")
+        group = found
+        for part in groups:
+            group = group.setdefault(part, {})
+            if not isinstance(group, dict):
+                break
+        if not isinstance(group, dict) or name in group:
+            raise typer.BadParameter(f"{path} contradicts another option: remove one of them", param_hint="--option")
+        group[name] = value
+    return found
 
 
-def option_names(context: typer.Context) -> Callable[[str], str]:
-    """Return a function that returns the name of an option of the reward loop in messages, from its dotted path.
-
-    An option of the command has its own name, such as ``--timeout``; all others are given by ``--option``.
-    """
-
-    def name_of(path: str) -> str:
-        return _flag(path) if is_given(context, path) else f"--option {path}"
-
-    return name_of
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter of the command is given on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def option_name(path: str) -> str:
+    """Return the name of an option of the reward loop in messages, from its dotted path."""
+    return f"--option {path}"
 
 
 def json_or_text(value: str) -> Any:
@@ -153,25 +138,3 @@ def json_or_text(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
-
-
-def nested(options: dict[str, str], option: str) -> dict[str, Any]:
-    """Convert dotted names to nested dicts, and parse each value as JSON if possible.
-
-    ``limits.judge.max_concurrent=8`` becomes ``{"limits": {"judge": {"max_concurrent": 8}}}``.
-
-    Raises:
-        typer.BadParameter: one name is the prefix of another, such as ``limits`` and ``limits.judge``.
-    """
-    found: dict[str, Any] = {}
-    for path, value in options.items():
-        *groups, name = path.split(".")
-        group = found
-        for i, part in enumerate(groups):
-            if (whole := ".".join(groups[: i + 1])) in options:
-                raise typer.BadParameter(
-                    f"{whole}={options[whole]} contradicts {path}={value}: remove one of them", param_hint=option
-                )
-            group = group.setdefault(part, {})
-        group[name] = json_or_text(value)
-    return found

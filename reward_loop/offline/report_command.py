@@ -17,7 +17,6 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import WIDE, console, printable
 from reward_loop._util.text import counted, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.index.phases import StepTimes
 from reward_loop.records import NoRecordsError, health, hidden_share
 
 _CAUSES = 5
@@ -62,6 +61,7 @@ def report(
     # Here: DuckDB takes a while to import, and other commands do not need it.
     from reward_loop.index import questions
     from reward_loop.index.index import open_index
+    from reward_loop.index.phases import StepTimes
 
     out = console()
     if len(folders) > 2:

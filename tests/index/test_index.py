@@ -19,7 +19,7 @@ from reward_loop.index.filters import SampleFilter
 from reward_loop.index.index import CURSORS, Index, IndexFailedError, open_index
 from reward_loop.index.questions import run, steps
 from reward_loop.records import Records, resumed_row
-from reward_loop.records.reader import NoRecordsError, RecordsReader
+from reward_loop.records.reader import NoRecordsError
 from reward_loop.view.app import Follower
 from tests.records.rows import sample, write
 from tests.support.counted import rows_that_count
@@ -96,21 +96,6 @@ def test_an_index_that_follows_a_resumed_run_books_its_samples_as_a_new_one_does
         with open_index(folder) as new:
             assert found == {row["uid"]: row["step"] for row in new.records()}
     assert found == {f"before_{n}": n for n in range(1, 11)} | {f"again_{n}": n for n in range(11, 15)}
-
-
-def test_the_rows_are_those_of_the_reader(folder: Path) -> None:
-    writer = Records(folder)
-    for number in range(20):
-        record(writer, f"s{number}", number / 10, group=f"g{number // 4}", components={"acc": 1.0})
-    flushed(writer)
-    with Index(folder) as index:
-        assert index.update()
-        expected = {row["uid"]: row for row in RecordsReader(folder).rows()}
-        found = index.rows('SELECT uid, reward, masked, outcome, step, "group" FROM samples')
-        assert {row["uid"]: row for row in found} == {
-            uid: {name: row[name] for name in ("uid", "reward", "masked", "outcome", "step", "group")}
-            for uid, row in expected.items()
-        }
 
 
 def test_following_processes_that_write_and_one_that_is_killed(folder: Path) -> None:
@@ -482,13 +467,6 @@ def test_the_advantage_is_that_of_the_last_row_of_the_sample(tmp_path: Path) -> 
         ("masked_0", 1.0, None),
     ]
     assert rows[1]["reward"] == 0.5
-
-
-def test_the_latest_advantage_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
-    advantage = {"version": 1, "kind": "advantage", "uid": "q_0", "step": 2}
-    write(tmp_path, sample("q_0"), advantage | {"time": 9.0, "advantage": 0.5}, name="host-1-a.jsonl")
-    write(tmp_path, advantage | {"time": 3.0, "advantage": -0.5}, name="host-2-b.jsonl")  # before the resume
-    assert [row["advantage"] for row in rows_that_count(tmp_path)] == [0.5]
 
 
 def test_a_sample_has_the_step_that_trains_on_it_and_the_one_that_generated_it(tmp_path: Path) -> None:

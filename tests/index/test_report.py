@@ -213,17 +213,15 @@ def test_texts_that_were_deleted_or_replaced_are_none(tmp_path: Path) -> None:
 
 
 def test_hostile_texts_do_not_reach_the_terminal_as_markup(tmp_path: Path) -> None:
-    rows = [sample("[red]x[/]", score=None, outcome="failed", error="sample x: [bold]f[/] raised", total_s=2.0)]
+    rows = [sample("x", score=None, outcome="failed", error="sample [red]x[/]: [bold]f[/] raised")]
     shown = report(str(write(tmp_path / "r", *rows)))
-    assert "[red]x[/] 2 s" in shown
-    assert "[bold]f[/] raised" in shown
+    assert "sample [red]x[/]: [bold]f[/] raised" in shown
 
 
 def test_control_characters_in_names_are_shown_whole(tmp_path: Path) -> None:
     name = "\x1b[31mred\x1b[0m"
-    shown = report(str(write(tmp_path / "r", sample(name, score=1.0, components={name: 1.0}, total_s=2.0))))
-    assert shown.count(r"\x1b[31mred\x1b[0m ") == 2
-    assert r"\x1b[31mred\x1b[0m 2 s" in shown
+    shown = report(str(write(tmp_path / "r", sample(name, score=1.0, components={name: 1.0}))))
+    assert shown.count(r"\x1b[31mred\x1b[0m ") == 1
 
 
 def test_numbers_whose_squares_are_beyond_the_range_of_float_are_left_out(tmp_path: Path) -> None:

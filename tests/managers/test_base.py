@@ -21,8 +21,7 @@ from reward_loop import (
     UnscoredError,
 )
 from reward_loop.managers import scoring_function
-from reward_loop.offline.fields import Fields
-from reward_loop.offline.inputs import Inputs
+from reward_loop.offline.inputs import Fields, Inputs
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RESERVED_KEYS
 from tests.managers.letters import Tokenizer, batch, column
@@ -369,7 +368,7 @@ async def test_records_keep_what_the_policy_wrote_if_to_sample_changes_it(tmp_pa
     text = reader.text(row)
     whole = "abcd" if isinstance(data, RewardSample) else "abc"
     assert (text["response"], text["solution_str"]) == (whole, whole[-2:])
-    (again,) = Inputs.open([str(folder)]).rows()
+    (again,) = Inputs.open(str(folder)).rows()
     assert Fields().to_sample(again).solution_str == whole  # for a re-scoring
 
 

@@ -185,7 +185,8 @@ def test_labels_are_compared_with_the_function() -> None:
     records()
     fine = probe(audit("sound", "--label", "extra_info.label"), "labelled answers")
     assert (fine["answers"], fine["wrong"]) == (ROWS, 0)
-    records("reads_the_last_number", "--restart")
+    shutil.rmtree("records")
+    records("reads_the_last_number")
     assert "labelled answers" in problems(audit("harsh", "--label", "extra_info.label", code=1))
 
 
@@ -278,7 +279,7 @@ def test_new_answers_of_a_running_run_are_audited_until_ctrl_c(folder: Path, mon
             for path in (folder / "more").glob("*.jsonl"):
                 (folder / "records" / path.name).write_text(path.read_text().replace('"line ', '"more '))
 
-    monkeypatch.setattr("reward_loop.offline.audit_command.time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr("reward_loop.offline.audit.time", SimpleNamespace(sleep=wait))
     done = CliRunner().invoke(app, ["audit", "records", "judges.py:sound", "--follow", "30", "--json"])
     assert done.exit_code == 130, done.output
     rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

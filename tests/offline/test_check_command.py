@@ -93,7 +93,7 @@ def test_arguments_reach_the_function() -> None:
         (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
         (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 2, "did you mean 'max_attempts'"),
         (["reward.py:fine", "rows.jsonl", "-f", "solution_str"], 2, "NAME=VALUE"),
-        (["reward.py:fine"], 2, "name the rollouts, too: reward-loop check FUNCTION FILE"),
+        (["reward.py:fine"], 2, "name one file of rollouts: reward-loop check FUNCTION FILE"),
         (["rows.jsonl"], 2, "name the function"),
         (["reward.py:fine", "."], 2, ". is not a file of rollouts: it is a folder"),
     ],
