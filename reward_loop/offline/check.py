@@ -21,9 +21,7 @@ from unittest import mock
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.spinner import Spinner
 from rich.table import Table
 
 from reward_loop._util.event_loops import line_on_loop
@@ -138,7 +136,6 @@ async def check(
     options: RewardLoopConfig | None = None,
     max_blocked_s: float = MAX_BLOCKED_S,
     more: Sequence[RewardSample] = (),
-    on_step: Callable[[str], None] = lambda step: None,
 ) -> CheckReport:
     """Call a reward function in the ways that a run may call it, and report what goes wrong.
 
@@ -155,7 +152,6 @@ async def check(
         options: options of the run; the policies, and the bounds on failures are ignored here.
         max_blocked_s: maximum time in seconds for which a call may block the event loop.
         more: more samples, from which only right and wrong answers are made.
-        on_step: called with a description of each step before it starts.
 
     Raises:
         FunctionLoadError: the function cannot be called with the arguments of the reward loop.
@@ -185,7 +181,7 @@ async def check(
     report, stuck_s = checks.report, min(_STUCK_S, checks.function.timeout or _STUCK_S)
     thread = threading.Thread(target=loop.run_forever, name="check", daemon=True)
     thread.start()
-    work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(checks.run(on_step), loop))
+    work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(checks.run(), loop))
     try:
         while not (await asyncio.wait([work], timeout=_LOOK_S))[0]:
             if loop.look(thread) > stuck_s:
@@ -261,17 +257,10 @@ class _Checks:
         self.report = CheckReport(function.name, function.is_async, function.in_processes, is_batched)
         self._groups = itertools.count()
 
-    async def run(self, on_step: Callable[[str], None]) -> None:
+    async def run(self) -> None:
         """Run all rounds, and add to the report what they find."""
-        rounds = {
-            "the samples": self.samples_score,
-            "the samples again": self.scores_again,
-            "concurrent calls": self.concurrent_calls,
-            "right and wrong answers": self.known_answers,
-            "unusual texts": self.unusual_texts,
-        }
-        for step, find in rounds.items():
-            on_step(step)
+        rounds = (self.samples_score, self.scores_again, self.concurrent_calls, self.known_answers, self.unusual_texts)
+        for find in rounds:
             await find()
             if all(row.outcome == "failed" for row in self.report.rows):
                 break  # all other checks would fail for the same reason
@@ -656,34 +645,27 @@ def check_command(
     given = {"isolation": isolation} | cli_options.more_options(option)
     options = parse(RewardLoopConfig, given, cli_options.option_name)
     paths = cli_options.pairs(field, "--field")
-    err = console(stderr=True)
     with reserve_stdout() as stdout:
         if fn is not None:
             load_function(fn)  # an error here is wrong usage (status 2), one below a problem of the function (status 1)
         try:
             scorer = load_scorer(fn, manager, options, reward_kwargs=reward_kwargs, router_address=router_address)
         except FunctionLoadError as error:
-            err.print(f"[bold red]problem:[/] {escape(str(error))}")
+            console(stderr=True).print(f"[bold red]problem:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
         fields = Fields(paths, data_source=data_source, requires=scorer.requires)
         read = islice(Inputs.open(files[0]).rows(), max(rows, _ATTACKED_ROWS))
         samples = [fields.to_sample(row) for row in read]
-        spinner = Spinner("dots", "loading")
-
-        # stdout is already redirected to stderr. Live must not redirect it again.
-        with Live(spinner, console=err, transient=True, redirect_stdout=False):
-            report = run(
-                check(
-                    scorer.loaded,
-                    samples[:rows],
-                    reward_kwargs=reward_kwargs,
-                    manager=manager,
-                    router_address=router_address,
-                    options=options,
-                    more=[sample for sample in samples[rows:] if not sample.error],
-                    on_step=lambda step: spinner.update(text=f"checking {step}"),
-                ),
-            )
+        checking = check(
+            scorer.loaded,
+            samples[:rows],
+            reward_kwargs=reward_kwargs,
+            manager=manager,
+            router_address=router_address,
+            options=options,
+            more=[sample for sample in samples[rows:] if not sample.error],
+        )
+        report = run(checking)
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:

@@ -9,13 +9,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from reward_loop.managers.registry import names as manager_names
-
-
-def _complete_manager(incomplete: str) -> list[str]:
-    return [name for name in manager_names() if name.startswith(incomplete)]
-
-
 FieldPaths = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,7 +33,6 @@ Manager = Annotated[
     typer.Option(
         metavar="NAME",
         help="The reward manager: batch, dapo, group, naive, prime, rate_limited, remote, or an import path.",
-        autocompletion=_complete_manager,
     ),
 ]
 RouterAddress = Annotated[

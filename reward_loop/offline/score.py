@@ -28,7 +28,7 @@ from rich.markup import escape
 from reward_loop._util.json import encode, to_json
 from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
-from reward_loop._util.text import counted, rounded
+from reward_loop._util.text import counted
 from reward_loop.config import RecordConfig, RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase
@@ -183,7 +183,7 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
 
 
 class ScoringProgress:
-    """Prints now and then how many rows are complete, and the failures and the mean score of this run's rows."""
+    """Prints now and then how many rows are complete, and the failures of this run."""
 
     def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -191,16 +191,12 @@ class ScoringProgress:
         self._clock = clock
         self._last_line = clock()
         self._failures = Failures()
-        self._causes = self._failed = self._scores = 0
-        self._sum = 0.0
+        self._causes = self._failed = 0
 
     def completed(self, rows: int, result: RewardResult | None) -> None:
         """Count a result; ``rows`` are complete, earlier runs included. ``result`` is the latest one of this run."""
         if result is not None:
             self._failed += result.outcome is Outcome.FAILED
-            if result.reward is not None:
-                self._scores += 1
-                self._sum += result.reward
             # The first error of each cause; the summary at the end has the numbers.
             if self._failures.add(result) and self._causes < MAX_CAUSES:
                 self._causes += 1
@@ -208,8 +204,7 @@ class ScoringProgress:
                 self._console.print(f"{what}: {escape(on_one_line(result.error or result.cause or ''))}")
         if self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
-            mean = f", mean {rounded(self._sum / self._scores)}" if self._scores else ""
-            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self._failed:,} failed{mean}")
+            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self._failed:,} failed")
 
 
 # ---- the folder ----
@@ -256,10 +251,7 @@ class ScoredFolder:
             ConfigError: the folder contains anything else, or the records of a different run with a score, or another
                 process writes it.
         """
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--output {path}: the folder cannot be created: {error.strerror}") from error
+        path.mkdir(parents=True, exist_ok=True)
         # The folder itself is locked, so no file is left behind; the kernel ends the lock of a killed process.
         lock = os.open(path, os.O_RDONLY)
         try:
@@ -356,10 +348,7 @@ def check_export(source: Inputs, file: Path) -> None:
         raise ConfigError(f"--export {file}: the export is a JSONL file: name it .jsonl")
     if file.resolve().is_relative_to(source.path.resolve()):
         raise ConfigError(f"--export {file}: it would overwrite the input, or is in the folder that is scored")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--export {file}: its folder cannot be created: {error.strerror}") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def write_scores(source: Inputs, folder: ScoredFolder, file: Path) -> None:

@@ -32,8 +32,8 @@ def watch() -> None:
     `BLOCKED_S` seconds while samples are active, with the line of code that blocks it.
 
     The watchdog logs how many samples have been running for longer than their ``watchdog_s`` seconds, and the oldest of
-    them. It repeats the message every ``watchdog_s`` seconds. Samples with different values of ``watchdog_s`` get
-    separate messages.
+    them; those that wait for a permit or an outage are left out. It repeats the message every ``watchdog_s`` seconds.
+    Samples with different values of ``watchdog_s`` get separate messages.
     """
     global _watchdog
     if _watchdog is None:
@@ -71,7 +71,7 @@ class _Watchdog:
         self._look_at_loops(now, bool(samples))
         for sample in samples:
             bound = sample.watchdog_s
-            if bound is not None and now - sample.started > bound and not _waits_for_outage(sample):
+            if bound is not None and now - sample.started > bound and not _only_waits(sample):
                 slow.setdefault(bound, []).append(sample)
         # A bound without slow samples is forgotten: the next slow sample is logged at once.
         self._logged = {bound: at for bound, at in self._logged.items() if bound in slow}
@@ -79,16 +79,10 @@ class _Watchdog:
             if now - self._logged.get(bound, -bound) < bound:
                 continue
             self._logged[bound] = now
-            queued = sum(map(_waits_for_limits_only, samples))
-            note = (
-                f", {queued} of them only for a permit of a limit, normal if more run than it allows" if queued else ""
-            )
-            samples.sort(key=_waits_for_limits_only)  # the others first
             logger.warning(
-                "%d samples have been running for more than %g s%s; the oldest:\n%s",
+                "%d samples have been running for more than %g s; the oldest:\n%s",
                 len(samples),
                 bound,
-                note,
                 "\n".join(f"  {_line(sample)}" for sample in samples[:_LOGGED]),
             )
 
@@ -106,14 +100,10 @@ class _Watchdog:
                 )
 
 
-def _waits_for_limits_only(sample: ActiveSample) -> bool:
+def _only_waits(sample: ActiveSample) -> bool:
+    """Return whether the sample waits for permits, which is usual, or an outage, which has its own lines in the log."""
     waits = sample.waits()
-    return bool(waits) and all("limit '" in what for what in waits)
-
-
-def _waits_for_outage(sample: ActiveSample) -> bool:
-    """Return whether the sample waits for the end of an outage, which has its own lines in the log."""
-    return any(what.startswith(OUTAGE) for what in sample.waits())
+    return bool(waits) and all("limit '" in what or what.startswith(OUTAGE) for what in waits)
 
 
 def _line(sample: ActiveSample) -> str:

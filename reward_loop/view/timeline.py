@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from reward_loop._util.text import cut
 from reward_loop.errors import ConfigError
@@ -24,9 +23,6 @@ TRAINER = "trainer"
 
 MAX_SPANS = 5000
 """The largest number of spans of a timeline. The shortest ones are left out; those of the trainer stay."""
-
-OUTAGES = "waiting for a judge that is away"
-"""The lane of the waits of samples for the end of an outage."""
 
 OLDER, NEWER = 3, 1
 """The largest difference between a step and the step of a sample that is drawn in it: a step may train on rollouts of
@@ -73,7 +69,7 @@ def rollout_spans(rollouts: Iterable[Row], ids: Mapping[str, str]) -> Iterator[S
 
 
 def judge_spans(rows: Iterable[Row]) -> Iterator[Span]:
-    """Yield the calls of reward functions, their waits in outages, and the requests to judges.
+    """Yield the calls of reward functions, and the requests to judges.
 
     Args:
         rows: the rows of samples. The lane of a call is its function, that of a request its model and server.
@@ -91,13 +87,6 @@ def judge_spans(rows: Iterable[Row]) -> Iterator[Span]:
             detail = common | parts | {"error": _short(call.get("error") or row.get("error"))}
             lane = str(call.get("function") or row.get("function"))
             yield Span("judge", lane, name, start, min(end, row["time"]), row.get("id"), _known(detail))
-        if outage_s := row.get("outage_s"):
-            # After the first call, which failed; further calls in the outage take little time.
-            start = began + sum(calls[0].get(part) or 0.0 for part in ("start_s", "wait_s", "work_s"))
-            asked = [judge.get("url") for judge in row.get("judges") or () if judge.get("error")]
-            servers = {urlsplit(str(url)).netloc for url in asked if url}
-            detail = common | {"outage_s": outage_s, "server": ", ".join(sorted(servers)) or None}
-            yield Span("judge", OUTAGES, name, start, min(start + outage_s, row["time"]), row.get("id"), _known(detail))
         for judge in row.get("judges") or ():
             start = judge.get("time")
             if start is None:

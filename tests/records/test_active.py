@@ -43,20 +43,6 @@ async def test_a_call_is_listed_while_it_is_running(new: Callable[[], list[Activ
     assert current() is None
 
 
-async def test_a_sync_function_in_its_thread_has_its_call() -> None:
-    seen: list[tuple[str | None, bool]] = []
-
-    def compute_score(solution_str: str) -> float:
-        call = current()
-        assert call is not None
-        seen.append((call.sample.uid, threading.current_thread() is threading.main_thread()))
-        return 1.0
-
-    manager = NaiveRewardLoopManager(compute_score=compute_score)
-    await asyncio.gather(*(manager.run_single(RewardSample("x", uid=str(i))) for i in range(20)))
-    assert sorted(seen) == sorted((str(i), False) for i in range(20))
-
-
 async def test_a_cancelled_call_is_not_listed_as_running(new: Callable[[], list[ActiveSample]]) -> None:
     started = asyncio.Event()
 

@@ -14,7 +14,7 @@ import pytest
 
 from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample
 from reward_loop.client import Judge, Number
-from reward_loop.records import Records, records
+from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.testing import FakeJudge
 from tests.support.gsm8k import ROOT
@@ -61,27 +61,6 @@ def test_the_lines_of_the_page_read_a_folder(folder: Path) -> None:
     assert "[5 rows x" in done.stdout
 
 
-def test_duckdb_reads_rows_and_exchanges_of_a_process_that_was_killed(folder: Path) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    (path,) = folder.glob("*.jsonl")
-    with path.open("ab") as file:
-        file.write(path.read_bytes()[:100])
-    rows = f"FROM read_json('{folder}/*.jsonl', ignore_errors=true, union_by_name=true) WHERE kind = 'sample'"
-    assert duckdb.sql(f"SELECT uid, score {rows} ORDER BY uid").fetchall() == [
-        ("judge", 1.0),
-        ("none", None),
-        ("raise", None),
-        ("surrogate", 1.0),
-        ("x", 0.5),
-    ]
-    unnested = f"(SELECT uid, unnest(judges) AS judge {rows})"
-    assert duckdb.sql(f"SELECT uid, judge.verdict, judge.status FROM {unnested}").fetchall() == [("judge", 1.0, 200)]
-    exchanges = f"read_json('{folder}/exchanges/*.jsonl', ignore_errors=true)"
-    assert duckdb.sql(f"SELECT uid, reply FROM {exchanges}").fetchall() == [("judge", "Score: 1")]
-    texts = f"read_json('{folder}/texts/*.jsonl', ignore_errors=true)"
-    assert duckdb.sql(f"SELECT response, ground_truth FROM {texts} WHERE uid = 'x'").fetchall() == [("x", "\\ud800")]
-
-
 def test_the_reader_finds_the_texts_of_each_row(folder: Path) -> None:
     reader = RecordsReader(folder)
     rows = {row["uid"]: row for row in reader.rows()}
@@ -101,17 +80,3 @@ def test_the_reader_finds_the_texts_of_each_row(folder: Path) -> None:
         assert len(reader.exchanges(row)) == (uid == "judge")
     (exchange,) = reader.exchanges(rows["judge"])
     assert (exchange["reply"], exchange["verdict"]) == ("Score: 1", 1.0)
-
-
-def test_a_folder_is_read_while_it_is_written(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    for i in range(1000):
-        writer.write({"version": 1, "kind": "sample", "uid": f"{i}", "outcome": "scored"}, {"response": f"{i}"})
-        if i % 100 == 99:
-            assert writer.flush()
-            reader = RecordsReader(tmp_path)
-            rows = list(reader.rows())
-            assert [row["uid"] for row in rows] == [f"{n}" for n in range(i + 1)]
-            text = reader.text(rows[-1])
-            assert text is not None
-            assert text["response"] == f"{i}"

@@ -198,24 +198,6 @@ def test_groups(client: TestClient) -> None:
     assert get(client, "groups", step=99) == {"total": 0, "offset": 0, "rows": []}
 
 
-def test_a_sample_has_its_turns(tmp_path: Path) -> None:
-    writer = Records(tmp_path)
-    function = {"name": "run", "arguments": "{}"}
-    answer = {"role": "assistant", "content": "It is 2.", "tool_calls": [{"id": "a", "function": function}]}
-    record(writer, "a", prompt=[answer, {"role": "tool", "tool_call_id": "a", "content": "2"}])
-    record(writer, "b", response="It is 2.", full=0.0)
-    flushed(writer)
-    with serving(tmp_path) as client:
-        first, second = (get(client, f"sample/{row['id']}") for row in get(client, "samples", sort="uid")["rows"])
-        assert first["turns"]["response"] is None
-        text, call = first["turns"]["prompt"][0]["parts"]
-        assert (text["text"], call) == (
-            "It is 2.",
-            {"kind": "call", "text": "{}", "name": "run", "id": "a", "result": "2"},
-        )
-        assert second["turns"] is None
-
-
 def test_requests_that_could_write_are_rejected(client: TestClient) -> None:
     for headers, status in (({}, 405), ({"host": "evil.example"}, 400)):
         assert client.post("/api/run", json={}, headers=headers).status_code == status
@@ -255,21 +237,6 @@ def test_the_advantage_is_that_of_the_last_row_of_a_repeated_uid(tmp_path: Path)
     with serving(tmp_path) as client:
         shown = [get(client, f"sample/{row['id']}")["row"] for row in get(client, "samples")["rows"]]
         assert [(row["reward"], row.get("advantage")) for row in shown] == [(1.0, None), (2.0, 0.25)]
-
-
-def test_the_timeline_of_a_step(tmp_path: Path) -> None:
-    events = [*made_up.phases(1, ("gen", 0.0, 4.0, "rollouts"), ("update_actor", 4.0, 9.0), ("step", 0.0, 10.0))]
-    made_up.write(tmp_path / "rewards", events, [made_up.row("u_0", 1.0, 3.0)])
-    with serving(tmp_path / "rewards") as client:
-        assert get(client, "run")["events"] is True
-        (row,) = get(client, "steps")["rows"]
-        assert row["phases"]["update_actor"] == 5.0
-        assert row["waiting_s"] is None or row["waiting_s"] >= 0
-        found = get(client, "timeline", step=1)
-        assert found["step"] == 1
-        assert {lane["kind"] for lane in found["lanes"]} >= {"trainer"}
-        answer = client.get("/api/timeline?step=77")
-        assert (answer.status_code, "step 77" in answer.json()["error"]) == (404, True)
 
 
 @pytest.mark.parametrize(
@@ -319,13 +286,7 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
     [
         ("run", "none"),
         ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
-        ("steps", "validate"),
         ("groups", "limit, offset, order, sort, step, validate"),
-        ("sample/any", "data_source, group, limit, "),
-        ("judges", "step, validate"),
-        ("timeline", "step"),
-        ("health", "none"),
-        ("changes", "none"),
     ],
 )
 def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones(

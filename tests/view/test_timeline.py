@@ -59,20 +59,6 @@ def test_a_step_has_lanes_for_rollouts_functions_judges_and_the_trainer(tmp_path
     }
 
 
-def test_a_wait_for_a_judge_that_is_away_is_a_span_of_its_sample(tmp_path: Path) -> None:
-    calls = [
-        {"function": "compute_score (judge.py)", "start_s": 0.0, "work_s": 0.5, "error": "RequestError"},
-        {"function": "compute_score (judge.py)", "start_s": 3.0, "work_s": 0.8, "error": None},
-    ]
-    away = {"time": 14.3, "url": "http://judge-2:8000/v1/chat/completions", "error": "refused"}
-    waiting = row("b_0", 14.2, 18.0, calls=calls, judges=[away, JUDGE], outage_s=2.5)
-    found = timeline(write(tmp_path, SYNC + ROLLOUTS, [ROWS[0], waiting]), 1)
-    (lane,) = (lane for lane in found["lanes"] if lane["name"] == "waiting for a judge that is away")
-    (span,) = lane["spans"]
-    assert (span["name"], span["start"], span["end"], span["id"]) == ("b_0", 14.7, 17.2, "id-b_0")
-    assert (span["detail"]["server"], span["detail"]["outage_s"]) == ("judge-2:8000", 2.5)
-
-
 @pytest.mark.parametrize(
     ("slowest", "sentence"),
     [
