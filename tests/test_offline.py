@@ -555,28 +555,6 @@ def test_without_pyarrow(tmp_path, monkeypatch):
         list(Inputs.open(str(tmp_path / "in.parquet")).rows())
 
 
-def test_values_of_any_type_are_written(tmp_path):
-    class Odd:
-        def __str__(self):
-            raise LookupError("no text")
-
-    circle = {}
-    circle["itself"] = circle
-    found = iter([Odd(), circle, 10**5000])
-
-    def judge():
-        return {"score": 1.0, "found": next(found)}
-
-    output = tmp_path / "out"
-    done = score(write_jsonl(tmp_path / "in.jsonl", ROWS[:3]), output, judge, concurrency=1)
-    assert [(row["score"], row["outcome"]) for row in done.rows] == [(None, "failed")] * 2 + [(1.0, "scored")]
-    assert "returned a dict that cannot be read: LookupError('no text')" in done.rows[0]["error"]
-    assert (
-        "returned a dict that cannot be read: RecursionError('maximum recursion depth exceeded" in done.rows[1]["error"]
-    )
-    assert done.rows[2]["components"]["found"] == hex(10**5000)
-
-
 @needs_gsm8k
 @pytest.mark.parametrize(
     ("model", "correct"),

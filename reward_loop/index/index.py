@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -287,15 +287,8 @@ class Index:
         (found,) = self.rows("SELECT incomplete FROM about")
         return int(found["incomplete"]) + sum(size > 0 for size in self._unread())
 
-    def pending_bytes(self) -> int:
-        """Return the number of bytes that have not been read."""
-        return sum(self._unread())
-
-    def update(self, on_progress: Callable[[int], None] = lambda done: None) -> bool:
+    def update(self) -> bool:
         """Read the complete lines that have been added to the files.
-
-        Args:
-            on_progress: called with the number of bytes that have been read since the beginning of this call.
 
         Returns:
             whether there were new lines.
@@ -307,7 +300,7 @@ class Index:
         """
         before = self.revision
         # Lines that are written during this call are read by the next call: otherwise, it might never end.
-        end = before + self.pending_bytes()
+        end = before + sum(self._unread())
         if end > before:
             with chunk_directory(self._path) as directory, ThreadPoolExecutor(1) as copier:
                 chunks = self._copy_chunks(directory, self._known)
@@ -316,7 +309,6 @@ class Index:
                     # The next chunks are copied while these are loaded: loading alone leaves a core idle at times.
                     later = copier.submit(self._copy_chunks, directory, known) if sum(known.values()) < end else None
                     self._load(chunks)
-                    on_progress(self.revision - before)
                     chunks = [] if later is None else later.result()
         if self.revision == before:
             return False

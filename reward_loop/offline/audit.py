@@ -17,7 +17,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ from reward_loop.offline.attacks import KINDS, AttackedRow, rows_of, same, texts
 from reward_loop.offline.inputs import Fields, Row, check_fields, recorded_row
 from reward_loop.offline.report_command import show_table
 from reward_loop.offline.score import ScoringProgress, for_each
-from reward_loop.records import RecordsReader
+from reward_loop.records import TEXTS, RecordsReader
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample, finite_number
@@ -169,7 +169,9 @@ def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
     from reward_loop.index.index import open_index  # it imports DuckDB
 
     reader, chance, found = RecordsReader(folder), random.Random(0), Recorded([])
-    chosen, sizes = list[dict[str, Any]](), dict[str, int]()
+    chosen = list[dict[str, Any]]()
+    # Whole files are deleted, the oldest first; they are not read here: a run may have millions of samples.
+    left = {path.relative_to(folder).as_posix() for path in (folder / TEXTS).glob("*.jsonl")}
     routed, asked = (0.0, ""), set[str]()
     with open_index(folder) as index:
         for row in index.records():
@@ -184,7 +186,7 @@ def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
             if row["time"] <= after:
                 continue
             found.samples, found.latest = found.samples + 1, max(found.latest, row["time"])
-            if _has_text(folder, row, sizes):
+            if row.get("text_file") in left:
                 found.with_texts += 1
                 place = len(chosen) if len(chosen) < count else chance.randrange(found.with_texts)
                 if place < count:
@@ -192,16 +194,6 @@ def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
     found.address = routed[1] or (next(iter(asked)) if len(asked) == 1 else None) or None
     found.rows = [recorded_row(reader, row, str(row.get("uid") or row.get("id"))) for row in chosen]
     return found
-
-
-def _has_text(folder: Path, row: Mapping[str, Any], sizes: dict[str, int]) -> bool:
-    """Return whether the file of the texts is still there, without reading it: a run may have millions of samples."""
-    if (name := row.get("text_file")) is None:
-        return False
-    end: int = row["text_offset"] + row["text_bytes"]
-    if sizes.get(name, 0) < end:
-        sizes[name] = path.stat().st_size if (path := folder / name).is_file() else 0
-    return sizes[name] >= end
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from reward_loop.records.files import OVERLAP as OVERLAP
 from reward_loop.records.files import PHASE as PHASE
 from reward_loop.records.files import ROLLOUT as ROLLOUT
 from reward_loop.records.files import SAMPLE as SAMPLE
-from reward_loop.records.files import SUB_FOLDERS as SUB_FOLDERS
+from reward_loop.records.files import TEXTS as TEXTS
 from reward_loop.records.files import RecordFiles as RecordFiles
 from reward_loop.records.files import WaitsFor as WaitsFor
 from reward_loop.records.reader import NoRecordsError as NoRecordsError

@@ -40,10 +40,6 @@ EVENTS, HEALTH = "events", "health"
 """The sub-folders of rows that are not samples: the trainer's events, and the live numbers of its steps with their
 warnings."""
 
-
-SUB_FOLDERS = (TEXTS, EXCHANGES, EVENTS, HEALTH)
-"""The sub-folders that a run writes."""
-
 SEGMENTS = 512
 """A segment ends when it is larger than this part of the folder's maximum size."""
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from reward_loop._util.standard_streams import console
 from reward_loop._util.web_server import api_key, open_listener, serve_until_signal, url_of
@@ -61,21 +60,11 @@ def view(
 
 
 def _update(index: Index) -> None:
-    """Read all records, with a progress bar in a terminal."""
+    """Read all records."""
     from reward_loop.index.questions import keep_summaries
 
-    progress = Progress(
-        TextColumn("indexing"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=_err,
-        disable=not _err.is_terminal,
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("indexing", total=index.pending_bytes())
-        index.update(lambda done: progress.update(task, completed=done))
+    with _err.status("indexing"):
+        index.update()
         keep_summaries(index)
 
 

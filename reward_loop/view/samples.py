@@ -121,7 +121,8 @@ class SampleQueries:
         known = self._known(name, order)
         if known is None:
             return None
-        row = self._index.line(known["chunk"], id=name) or _row(known)
+        if (row := self._index.line(known["chunk"], id=name)) is None:  # its file was deleted
+            return None
         row |= {field: known[field] for field in ("step", "generated_step")}
         row |= self._advantage(known)
         same = SampleFilter().also("validate = ?", known["validate"])
@@ -194,13 +195,6 @@ class SampleQueries:
             last = prompt[-1] if prompt else None
             prompt = last.get("content") if isinstance(last, dict) else last
         return None if prompt is None else str(prompt)[:PROMPT]
-
-
-def _row(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the index keeps of a row, for a row whose file was deleted."""
-    internal = ("chunk", "kept", "validates", "number", "keys", "exchanges", "judges", "judge_s", "advantage")
-    kept = {field: value for field, value in known.items() if field not in internal}
-    return {**kept, "components": decode(known["components"] or "{}")}
 
 
 def _page(query: Mapping[str, str]) -> tuple[int, int]:

@@ -160,7 +160,7 @@ def test_lines_that_are_longer_than_a_chunk(folder: Path, monkeypatch: pytest.Mo
         assert len(rewards(index)) == 30
         assert done == sorted(done)
         assert done[-1] == index.revision
-        assert index.pending_bytes() == 0
+        assert sum(index._unread()) == 0
         (row,) = index.rows("SELECT id, chunk FROM samples WHERE uid = 's7'")
         line = index.line(row["chunk"], id=row["id"])
         assert line is not None
@@ -184,7 +184,7 @@ def assert_has_all(index: Index, count: int) -> None:
         line = index.line(row["chunk"], id=row["id"])
         assert line is not None
         assert line["uid"] == row["uid"]
-    assert index.pending_bytes() == 0
+    assert sum(index._unread()) == 0
 
 
 def test_lines_of_chunks_that_were_loaded_together_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,24 +389,6 @@ def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch:
         for count in (1, 2, 3):
             assert index.update()
             assert len(rewards(index)) == count
-
-
-def test_other_files_are_followed_after_one_was_deleted(folder: Path) -> None:
-    first, second = Records(folder), Records(folder)
-    for number in range(20):
-        record(first, f"old{number}")
-    record(second, "a")
-    flushed(first)
-    flushed(second)
-    with Index(folder) as index:
-        index.update()
-        first.path.unlink()
-        assert not index.update()
-        record(second, "b")
-        flushed(second)
-        assert index.update()
-        assert {"a", "b"} <= rewards(index).keys()
-        assert index.pending_bytes() == 0
 
 
 async def test_changes_are_reported_until_it_stops(writer: Records) -> None:

@@ -270,13 +270,6 @@ def test_two_scorings_are_joined_by_uid(tmp_path: Path) -> None:
     assert "b 0 1 1" in shown
 
 
-def test_samples_are_counted_by_a_component_whose_values_have_several_types(tmp_path: Path) -> None:
-    values = [2, "x", [1, 2], {"a": 1}, True, None, "null", 0.5]
-    rows = [sample(f"s{i}", step=1, score=1.0, components={"c": value}) for i, value in enumerate(values)]
-    found = summary(str(write(tmp_path / "r", *rows)), "--group-by", "components.c")
-    assert [part["value"] for part in found["parts"]] == [0.5, True, 2, [1, 2], "null", "x", {"a": 1}]
-
-
 def test_scorings_of_validation_are_compared_if_there_are_no_other_samples(tmp_path: Path) -> None:
     folders = [
         write(tmp_path / name, *(sample(f"s{i}", step=1, score=score, validate=True) for i in range(2)))

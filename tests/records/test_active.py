@@ -43,20 +43,6 @@ async def test_a_call_is_listed_while_it_is_running(new: Callable[[], list[Activ
     assert current() is None
 
 
-async def test_a_cancelled_call_is_not_listed_as_running(new: Callable[[], list[ActiveSample]]) -> None:
-    started = asyncio.Event()
-
-    async def compute_score(solution_str: str) -> None:
-        started.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(NaiveRewardLoopManager(compute_score=compute_score).run_single(RewardSample("x")))
-    await started.wait()
-    task.cancel()
-    await asyncio.wait([task])
-    assert new() == []
-
-
 def test_a_call_whose_loop_is_closed_is_not_listed_as_running(new: Callable[[], list[ActiveSample]]) -> None:
     @types.coroutine
     def waiting() -> Generator[None, None, None]:

@@ -160,15 +160,6 @@ def test_the_oldest_exchanges_are_deleted_first_and_rows_are_kept(tmp_path: Path
     assert 190 <= len(texts) <= 197
 
 
-def test_exchanges_may_use_the_whole_size_if_there_are_few_other_texts(tmp_path: Path) -> None:
-    files = RecordFiles(tmp_path, max_bytes=512_000)
-    files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
-    for _ in range(500):
-        files.add_texts(EXCHANGES, [b"e" * 1199 + b"\n"])
-    assert names(tmp_path / TEXTS) == ["000000"]
-    assert 415 <= len(names(tmp_path / EXCHANGES)) <= 426
-
-
 @pytest.mark.parametrize("kind", [EVENTS, HEALTH])
 def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -> None:
     (tmp_path / kind).mkdir()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop import NaiveRewardLoopManager, RewardLoopManagerBase, RewardSample, TransientError, limit
-from reward_loop.managers import BatchRewardLoopManager, GroupRewardLoopManager
+from reward_loop import NaiveRewardLoopManager, RewardSample, limit
 from reward_loop.records import active_samples
 from tests.support.clock import until
 
@@ -36,17 +35,11 @@ def holds(solution_str: str) -> float:
     return 1.0
 
 
-async def unlimited(solution_str: str) -> float:
-    await asyncio.Event().wait()
-    return 1.0
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("function", "name", "options"),
     [
         (awaits, "judge", {}),
-        (unlimited, "default", {}),
         (holds, "judge", {}),
     ],
 )
@@ -64,17 +57,6 @@ async def test_waiting_for_a_limit_is_shown(function: Callable[..., Any], name: 
         await asyncio.wait(tasks)
         await asyncio.to_thread(manager.close)
     assert waits() == {}
-
-
-async def test_waiting_for_the_next_attempt_is_shown() -> None:
-    async def busy(solution_str: str) -> float:
-        raise TransientError("busy", retry_after=600)
-
-    manager = NaiveRewardLoopManager({"retry": {"max_seconds": 3600}}, compute_score=busy)
-    task = asyncio.create_task(manager.run_single(RewardSample("q0", uid="q0", data_source="waiting")))
-    await until(lambda: waits() == {"q0": ["the pause before the next attempt"]})
-    task.cancel()
-    await asyncio.wait([task])
 
 
 @pytest.mark.parametrize(
@@ -101,32 +83,6 @@ def until_there(solution_str: str) -> float:
     while not os.path.exists(solution_str):
         time.sleep(0.01)
     return 1.0
-
-
-@pytest.mark.parametrize(
-    ("manager_class", "options", "name"),
-    [
-        (BatchRewardLoopManager, {"batch": {"max_batch_size": 2, "max_wait_ms": 600_000}}, "batch"),
-        (GroupRewardLoopManager, {"group": {"size": 2}}, "group"),
-    ],
-)
-async def test_waiting_for_the_other_samples_of_a_batch_is_shown(
-    manager_class: type[RewardLoopManagerBase], options: dict[str, Any], name: str
-) -> None:
-    go = asyncio.Event()
-
-    async def scores(solution_strs: list[str]) -> list[float]:
-        await go.wait()
-        return [1.0] * len(solution_strs)
-
-    manager = manager_class(options, compute_score=scores)
-    samples = [RewardSample("x", uid=f"q{i}", data_source="waiting", group="g") for i in range(2)]
-    tasks = [asyncio.create_task(manager.run_single(samples[0]))]
-    await until(lambda: described() == {"q0": [f"the other samples of its {name}"]})
-    tasks.append(asyncio.create_task(manager.run_single(samples[1])))
-    await until(lambda: described() == {"q0": [], "q1": []})
-    go.set()
-    await asyncio.wait(tasks)
 
 
 def described() -> dict[str | None, list[str]]:

@@ -143,18 +143,6 @@ async def test_the_cost_that_a_function_reports_is_in_its_row(tmp_path: Path, fu
     manager.close()
 
 
-async def test_the_cost_of_a_call_for_several_samples_is_shared(tmp_path: Path) -> None:
-    async def both(solution_strs: list[str]) -> list[float]:
-        await costs("x")
-        return [1.0 for _ in solution_strs]
-
-    config = RewardLoopConfig(log_dir=str(tmp_path), limits={"judge": {"max_concurrent": 1}})
-    manager = GroupRewardLoopManager(config, compute_score=both)
-    samples = [RewardSample("x", uid=f"q{i}", group="g", group_size=2) for i in range(2)]
-    await asyncio.gather(*map(manager.run_single, samples))
-    assert [row["cost"] for row in await recorded(tmp_path)] == [0.125, 0.125]
-
-
 async def grade_all(solution_strs: list[str], reward_router_address: str) -> list[float | None]:
     judge = Judge("{{answer}}", Number(0, 1))
     return [(await judge(reward_router_address, answer=text)).score for text in solution_strs]
