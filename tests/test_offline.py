@@ -133,7 +133,7 @@ def test_bad_rows_are_failed_rows(tmp_path):
     ]
     source = write_jsonl(tmp_path / "in.jsonl", rows)
     done = score(source, tmp_path / "out")
-    assert Inputs.open(str(source)).count() == len(done.rows) == 10
+    assert len(done.rows) == 10
     errors = [row["error"] for row in done.rows]
     assert errors[0] is None
     assert "line 2: not JSON" in errors[1]
@@ -528,7 +528,7 @@ def test_parquet(tmp_path):
     assert [row["output"] for row in done.rows] == [row["output"] for row in rows]
     count = 2 * 1024 + 5  # more than a batch
     pq.write_table(pa.Table.from_pylist([{"solution_str": "1", "ground_truth": "1"}] * count), source)
-    assert len(score(source, tmp_path / "many").rows) == Inputs.open(str(source)).count() == count
+    assert len(score(source, tmp_path / "many").rows) == count
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_failures_are_shown_now_and_then_in_a_line(tmp_path):
     out, clock = io.StringIO(), Clock()
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"solution_str": str(i)}) + "\n" for i in range(5)))
     manager = NaiveRewardLoopManager({"log_dir": str(tmp_path / "out")}, compute_score=judged)
-    progress = ScoringProgress(5, Console(file=out, width=200), clock)
+    progress = ScoringProgress(Console(file=out, width=200), clock)
 
     def completed(rows, result):
         clock.now += LINE_S / 2
@@ -38,9 +38,9 @@ def test_failures_are_shown_now_and_then_in_a_line(tmp_path):
         score_rows(source, folder, manager, fields=Fields(), concurrency=1, on_row=completed)
     # The clock advances by half of the interval with each row, and at the start.
     assert out.getvalue().splitlines() == [
-        "scoring: 1 of 5 rows, 0 failed",
+        "scoring: 1 rows, 0 failed",
         "failed (further rows with this cause are only counted): sample line 2: judged (test_offline_progress.py) "
         "raised ValueError: one",
-        "scoring: 3 of 5 rows, 1 failed",
-        "scoring: 5 of 5 rows, 1 failed",
+        "scoring: 3 rows, 1 failed",
+        "scoring: 5 rows, 1 failed",
     ]

@@ -435,7 +435,7 @@ def audit(
             samples, scores = [sample for _, sample in pairs], [float(row.columns["score"]) for row, _ in pairs]
             made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes)
             with contextlib.chdir("."):
-                run(made.run(concurrency, ScoringProgress(len(made.jobs), err).completed))
+                run(made.run(concurrency, ScoringProgress(err).completed))
             found = made.findings(fail_above)
             problems = [one for one in found if one.is_problem]
             seen = {

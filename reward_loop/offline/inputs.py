@@ -59,10 +59,6 @@ class Inputs:
         """Yield all rows."""
         return _read(self.path)
 
-    def count(self) -> int:
-        """Return the number of rows."""
-        return _count(self.path)
-
     def identity(self) -> dict[str, Any]:
         """Return what tells this input from other ones, or from its earlier content."""
         # Not a hash of the content: the input may be very large.
@@ -95,14 +91,6 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from file.iter_batches(batch_size=1024)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
-
-
-def _count(path: Path) -> int:
-    if _is_parquet(path):
-        return sum(batch.num_rows for batch in _batches(path))
-    if path.is_dir() and not _dumps(path):
-        return sum(1 for _ in _records(path).rows())
-    return sum(1 for _ in _lines(path))
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -185,8 +185,7 @@ async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) ->
 class ScoringProgress:
     """Prints now and then how many rows are complete, and the failures of this run."""
 
-    def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._last_line = clock()
@@ -204,7 +203,7 @@ class ScoringProgress:
                 self._console.print(f"{what}: {escape(on_one_line(result.error or result.cause or ''))}")
         if self._clock() >= self._last_line + LINE_S:
             self._last_line = self._clock()
-            self._console.print(f"scoring: {rows:,} of {self._total:,} rows, {self._failed:,} failed")
+            self._console.print(f"scoring: {rows:,} rows, {self._failed:,} failed")
 
 
 # ---- the folder ----
@@ -470,7 +469,7 @@ def score(
             "field mapping": [paths, data_source],
             "policy": [config.on_failed, config.on_unscored, config.default_score],
         }
-        progress = ScoringProgress(source.count(), _err)
+        progress = ScoringProgress(_err)
         with ScoredFolder.open(path, identity) as folder:
             try:
                 resumed = score_rows(
