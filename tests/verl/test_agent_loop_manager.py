@@ -104,15 +104,6 @@ def test_the_error_of_a_dead_worker_names_it_its_unfinished_prompts_and_what_to_
     assert "Run the same command again: it resumes from the last checkpoint" in str(e.value)
 
 
-def test_many_unfinished_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, unfinished: set[str]) -> None:
-    worker = Worker()
-    of_one = manager(monkeypatch, worker)
-    of_one.generate_sequences(prompts("abcdefgh"))
-    worker.is_dead = True
-    with pytest.raises(RewardLoopError, match=r"died with 8 unfinished prompts \(a, b, c, d, e, ...\)"):
-        of_one.check_workers()
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -30,18 +30,6 @@ WITHOUT_PATH = [option for option in EXTERNAL if "model.path" not in option]
 POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
 
 
-def test_a_reward_model_is_configured_by_the_old_keys() -> None:
-    options = resolved(
-        "reward_model.enable=True",
-        "reward_model.model.path=/m",
-        "reward_model.rollout.name=transformers",
-        "custom_reward_function.path=f.py",
-        "+reward_model.server.replicas=2",
-    ).model
-    assert options is not None
-    assert (options.model_path, options.replicas, options.engine) == ("/m", 2, "transformers")
-
-
 def test_verls_options_of_an_engine_reach_it() -> None:
     options = resolved(
         *VLLM,
@@ -138,22 +126,6 @@ def test_full_determinism_reaches_the_servers_of_judges(flag: str) -> None:
     assert options.engine_args["max_running_requests"] == 1024  # only `/classify` is not reproducible in batches
 
 
-def test_the_interpreter_of_the_engine_is_an_option_of_the_server() -> None:
-    overrides = ["reward_model.rollout.name=sglang", "+reward_model.server.python=/envs/sglang/bin/python"]
-    options = resolved(*VLLM, *POOL, *overrides).model
-    assert options is not None
-    assert options.python == "/envs/sglang/bin/python"
-
-
-def test_trust_remote_code_is_passed_on_only_if_set() -> None:
-    options = resolved(*VLLM, *POOL, "reward_model.model.trust_remote_code=True").model
-    assert options is not None
-    assert options.trust_remote_code
-    options = resolved(*VLLM, *POOL).model
-    assert options is not None
-    assert not options.trust_remote_code
-
-
 def test_on_a_cpu_vllm_needs_no_pool() -> None:
     options = resolved(*VLLM, "trainer.device=cpu").model
     assert options is not None
@@ -227,15 +199,6 @@ def test_external_servers_need_no_model_path() -> None:
     assert (options.model_path, options.urls) == (None, ("http://127.0.0.1:1",))
 
 
-def test_more_models_beside_verls() -> None:
-    overrides = ["+reward_model.server.models.judge.model_path=/j", "+reward_model.server.models.judge.engine=vllm"]
-    options = resolved(*VLLM, *POOL, *overrides).model
-    assert options is not None
-    assert options.models["judge"].model_path == "/j"
-    with pytest.raises(ConfigError, match="did you mean 'model_path'"):
-        resolved(*VLLM, *POOL, "+reward_model.server.models.judge.model_pat=/j")
-
-
 def test_the_demo_serves_two_reward_models_for_spot_checks() -> None:
     weak, good = (Models(Path(f"/{name}"), {}, cached=True) for name in ("weak", "good"))
     settings = demo.Settings(weak_judge=True, spot=0.2)
@@ -282,16 +245,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
                 "custom_reward_function.path=f.py",
             ],
             ["reward_model.server.engine", "nonesuch"],
-        ),
-        (
-            [
-                "reward_model.enable=True",
-                "reward_model.model.path=/m",
-                "reward_model.rollout.name=transformers",
-                "custom_reward_function.path=f.py",
-                "+reward_model.server.replica=2",
-            ],
-            ["reward_model.server.replica", "did you mean 'replicas'"],
         ),
         (
             [*VLLM, "trainer.n_gpus_per_node=1"],

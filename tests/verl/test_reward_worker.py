@@ -12,7 +12,7 @@ import ray
 
 from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, RewardLoopError, TooManyFailuresError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import registry
 from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
@@ -79,21 +79,6 @@ async def test_an_error_in_a_manager_of_verl_is_a_failed_sample(
     assert info["reward_masked"]
     assert re.search(cause, info["reward_error"])
     assert worker._limits.stopped is None
-
-
-@pytest.mark.parametrize(
-    ("option", "error", "calls"),
-    [("min_samples_for_failed_share=2", TooManyFailuresError, 2), ("on_failed=raise", RewardLoopError, 1)],
-)
-async def test_failures_stop_the_run_at_the_bound_and_under_the_policy_raise(
-    with_function: Settings, option: str, error: type[Exception], calls: int
-) -> None:
-    worker = RewardWorker(with_function(None, *verl_manager("Raises"), f"reward_loop.{option}"), None)
-    for _ in range(calls - 1):
-        await worker.compute_score(rollout("four"))
-    with pytest.raises(error, match="the sandbox is gone"):
-        await worker.compute_score(rollout("four"))
-    assert "the sandbox is gone" in str(worker._limits.stopped)
 
 
 HOLDS = """

@@ -146,14 +146,6 @@ def test_a_batch_of_rollouts_and_of_requested_samples_says_how_large_their_group
     assert [sent[i].non_tensor_batch["group_size"].tolist() for i in (0, 2)] == [[2], [1]]
 
 
-def test_the_samples_of_a_batch_whose_worker_dies_repeatedly_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = workers(monkeypatch, Worker(), dying := Worker(compute_score=99))
-    rewards = group.score_batch([None] * 2)
-    assert rewards[0] == REWARD
-    assert rewards[1]["reward_extra_info"]["reward_outcome"] == "failed"
-    assert dying.calls.count("compute_score") == MAX_TASK_RETRIES + 1
-
-
 def test_the_start_waits_until_all_workers_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     group = workers(monkeypatch, Worker(), lost := Worker(needs_group=5))
     group.wait_until_ready()

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
 
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import RewardFunctionError, RewardLoopError
+from reward_loop.errors import RewardLoopError
 from reward_loop.managers.groups import CALLER, Caller
-from reward_loop.testing import FakeJudge
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
 from reward_loop.verl.workers.reward_workers import RewardWorkers
 from tests.support.gsm8k import ROOT
 from tests.support.local_ray import local_ray
 from tests.verl.rollouts import rollout
-from tests.verl.trainers import NoJob, reward_workers
+from tests.verl.trainers import NoJob
 
 pytestmark = pytest.mark.integration
 
@@ -87,18 +85,6 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
 
 
-async def test_a_worker_that_keeps_dying_stops_the_run_under_the_policy_raise(
-    job: RunningJob, with_function: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reward_loop.verl.workers.reward_client.MAX_TASK_RETRIES", 1)
-    settings = with_function(KILLER, ONE_WORKER, "reward_loop.on_failed=raise", flag=tmp_path / "flag")
-    workers = RewardWorkers(settings, None, job)
-    with pytest.raises(RewardFunctionError, match="died 2 times"):
-        await workers.client.compute_score.remote(rollout("99 deaths"))
-    with pytest.raises(RewardLoopError, match="died"):
-        job.check()
-
-
 STARTS_ONCE = """
 import os, pathlib, signal
 class Judge:
@@ -110,15 +96,10 @@ class Judge:
 """
 
 
-@pytest.mark.parametrize("policy_of_failures", ["mask", "raise"])
 async def test_a_worker_that_cannot_start_again_ends_the_run(
-    job: RunningJob,
-    with_function: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy_of_failures: str,
+    job: RunningJob, with_function: Settings, tmp_path: Path
 ) -> None:
-    options = (ONE_WORKER, f"reward_loop.on_failed={policy_of_failures}", "custom_reward_function.name=Judge")
+    options = (ONE_WORKER, "custom_reward_function.name=Judge")
     workers = started(with_function(STARTS_ONCE, *options, folder=tmp_path), job)
     ends = partial(pytest.raises, RewardLoopError, match="(?s)reward worker.* did not start.*FileExistsError")
     with ends():
@@ -145,26 +126,6 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 5.0})
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*stall_timeout_s=1\)"):
         workers.score_batch([rollout("1"), rollout("hang")])
-
-
-@pytest.mark.parametrize(
-    ("method", "timeout", "option"),
-    [("wait_until_ready", 11, "worker_start_timeout_s"), ("_need_groups", 7, "worker_answer_timeout_s")],
-)
-def test_the_timeouts_of_start_and_answer_are_options(
-    monkeypatch: pytest.MonkeyPatch, method: str, timeout: int, option: str
-) -> None:
-    given: list[float] = []
-
-    def get(answers: list[Any], *, timeout: float) -> list[Any]:
-        given.append(timeout)
-        raise GetTimeoutError("no answer")
-
-    monkeypatch.setattr("reward_loop.verl.workers.reward_workers.ray.get", get)
-    workers = reward_workers(monkeypatch, RewardLoopConfig(worker_start_timeout_s=11, worker_answer_timeout_s=7))
-    with pytest.raises(RewardLoopError, match=rf"did not answer within {timeout} s \(reward_loop\.{option}\)"):
-        getattr(workers, method)()
-    assert given == [pytest.approx(timeout, abs=1)]
 
 
 def test_by_default_a_worker_may_take_longer_to_answer_than_ray_takes_to_detect_a_lost_node() -> None:
@@ -208,20 +169,6 @@ async def test_a_worker_whose_event_loop_is_blocked_is_busy_and_not_lost(
     assert (await reward)["reward_score"] == 1.0
 
 
-async def test_without_a_function_the_reward_is_the_logit_of_the_reward_model(
-    job: RunningJob, with_function: Settings, tiny_discriminative_model: Path
-) -> None:
-    model = ("reward_model.enable=True", f"reward_model.model.path={tiny_discriminative_model}")
-    prompt = [{"role": "user", "content": "1+1="}]
-    async with FakeJudge(logit=lambda text: float(text.count("4"))) as judge:
-        settings = with_function(None, *model, "reward_model.rollout.name=transformers", "reward.num_workers=2")
-        workers = RewardWorkers(settings, judge.address, job)
-        workers.wait_until_ready()
-        rows = [rollout("4" * fours, raw_prompt=prompt) for fours in range(4)]
-        rewards = await asyncio.to_thread(workers.score_batch, rows)
-    assert [reward["reward_score"] for reward in rewards] == [0.0, 1.0, 2.0, 3.0]
-
-
 RANKS = """
 def compute_score(solution_strs, extra_infos):
     lengths = sorted(map(len, solution_strs))
@@ -253,16 +200,6 @@ async def test_a_sample_that_waits_for_its_group_is_not_in_flight(job: RunningJo
 
     with workers.client.prompt("q", 3):
         assert await asyncio.gather(*map(judged, (1, 2, 3))) == [0, 1, 2]
-
-
-def test_a_batch_is_not_scored_later_because_a_rollout_of_a_group_failed(
-    job: RunningJob, with_function: Settings
-) -> None:
-    workers = started(with_function(RANKS, ONE_WORKER, *GROUPS), job)
-    rows = [rollout("x" * length, uid="q", session_id=length, group_size=3) for length in (1, 3)]
-    rewards = workers.score_batch(rows)
-    assert [reward["reward_extra_info"]["reward_error"] for reward in rewards] == ["", ""]
-    assert [reward["reward_score"] for reward in rewards] == [0, 1]
 
 
 async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:
