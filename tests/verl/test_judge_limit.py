@@ -53,4 +53,3 @@ def test_each_model_has_its_own_limit_and_deadline(served: list[str], tiny_discr
         ConfigError, match=r"models\.strong\.max_concurent: unknown option; did you mean 'max_concurrent'"
     ):
         resolved(*served, f"{strong}.max_concurent=3")
-    resolved(*served, f"{strong}.timeout=400", "reward_loop.timeout=500")

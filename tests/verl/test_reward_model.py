@@ -275,10 +275,6 @@ def test_a_reward_model_scores_by_itself_where_there_is_nothing_else(overrides: 
             ["reward_model.nnodes=1", "reward_model.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"],
         ),
         ([*VLLM, *POOL, "+reward_model.server.replicas=2"], ["reward_model.server.replicas contradicts"]),
-        (
-            [*VLLM, *POOL, "+reward_model.server.models.j={model_path: /j, engine: vllm, timeout: 400}"],
-            ["reward_model.server.models.j.timeout=400", "reward_loop.timeout=300"],
-        ),
         ([*VLLM, *POOL, "+reward_loop.models.j={timeout: 4}"], ["reward_loop.models: the run serves its models"]),
         (WITHOUT_PATH[:-1], ["reward.reward_model.model_path", "custom_reward_function.path"]),
         (
