@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
+import secrets
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, Self
 
 from reward_loop import managers
+from reward_loop._util.event_loops import in_background
 from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
-from reward_loop.adapters.trl.agent import AgentInThread, AgentOwner
+from reward_loop.agent import RewardAgent
 from reward_loop.config import RewardLoopConfig, parse
-from reward_loop.errors import ConfigError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers.failures import Failures
-from reward_loop.managers.scorer import Scorer, load_scorer
+from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.scoring import load_function
 from reward_loop.scoring.signature import required_by_name
 from reward_loop.types import Outcome, RewardResult, RewardSample, missing, progress_of
@@ -284,15 +288,50 @@ def share_of(options: RewardLoopConfig, processes: int) -> RewardLoopConfig:
     return parse(RewardLoopConfig, shared, f"options of each of {processes} processes")
 
 
-def _started(load: Callable[[], Scorer], concurrency: int | None) -> AgentInThread:
-    return AgentInThread(load(), concurrency)
-
-
 def _name_of(function: Any) -> str:
     """Return the name of a function, which may be given by its path, or be a class."""
     if isinstance(function, str):
         return function.rpartition(":")[2].removesuffix(".py")
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+class _Scoring:
+    """A function with its manager, and their agent on an event loop of its own.
+
+    TRL calls reward functions from several event loops, and closes some of them after each batch.
+    """
+
+    def __init__(self, scorer: Scorer, concurrency: int | None) -> None:
+        self.manager, self.requires = scorer.manager, scorer.requires
+        self.needs_group = scores_groups(scorer.manager)
+        """Whether the manager, or ``post_process_scores`` of the function, compares the samples of a group."""
+        self._name = secrets.token_hex(4)
+        """Part of the names of samples: several processes may record samples in one folder."""
+        self._batches = itertools.count(1)
+        self._running = in_background(
+            partial(RewardAgent, scorer.manager, concurrency=concurrency), name="reward-agent"
+        )
+        self._agent = self._running.__enter__()
+
+    async def score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[RewardResult]:
+        """Return the results of samples, in order. If the caller is cancelled, so are the samples."""
+        loop = self._agent.loop
+        if loop is None or loop.is_closed():
+            raise RewardLoopError("the reward agent is closed")
+        batch = f"{self._name}.{next(self._batches)}"
+        named = [replace(sample, uid=f"{batch}.{index}") for index, sample in enumerate(samples)]
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(named, groups), loop))
+
+    async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[RewardResult]:
+        pending = self._agent.submit(samples, groups=groups)
+        try:
+            return await pending.results()
+        except asyncio.CancelledError:
+            pending.cancel()  # a cancelled `await` alone does not cancel the batch
+            raise
+
+    def close(self) -> None:
+        self._running.__exit__(None, None, None)
 
 
 class TRLReward:
@@ -319,7 +358,15 @@ class TRLReward:
         self.__name__ = name
         self._columns = columns
         self._group_size = group_size
-        self._owner = AgentOwner(partial(_started, load, concurrency))
+        self._load = load
+        self._concurrency = concurrency
+        # By process: a fork copies this object, but not the agent's thread.
+        self._running: dict[int, _Scoring] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy in another process has no agent yet.
+        return type(self), (self.__name__, self._load, self._columns, self._group_size, self._concurrency)
 
     def __repr__(self) -> str:
         return f"reward_function({self.__name__})"
@@ -342,7 +389,10 @@ class TRLReward:
             ScoringError: a sample has no score, and the policy is ``raise``.
             TooManyFailuresError: the share of failed samples among the recent samples is too large.
         """
-        agent = await self._owner.get()
+        # The first call starts it, in a thread: loading a function may take seconds.
+        agent = self._running.get(os.getpid())
+        if agent is None:
+            agent = await asyncio.to_thread(self._start)
         self._columns.check(columns, len(prompts), agent.requires)
         groups = self._groups(prompts, agent.needs_group)
         # TRL counts the steps that have ended; this reward is for the next one.
@@ -375,7 +425,15 @@ class TRLReward:
 
     def close(self) -> None:
         """Cancel what runs, and close the manager; blocks until that is done. A later call creates a new manager."""
-        self._owner.close()
+        # First removed: a call during `close`, which takes a while, must not get the agent that is being closed.
+        if (agent := self._running.pop(os.getpid(), None)) is not None:
+            agent.close()
+
+    def _start(self) -> _Scoring:
+        with self._lock:
+            if (agent := self._running.get(os.getpid())) is None:
+                agent = self._running[os.getpid()] = _Scoring(self._load(), self._concurrency)
+            return agent
 
     def __enter__(self) -> Self:
         return self

@@ -27,13 +27,12 @@ from reward_loop import (
     RewardSample,
 )
 from reward_loop.adapters.trl import TRLReward, reward_function
-from reward_loop.adapters.trl.agent import AgentOwner
-from reward_loop.adapters.trl.reward import metrics_of, share_of
+from reward_loop.adapters.trl.reward import Columns, metrics_of, share_of
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import records
 from reward_loop.records.reader import RecordsReader
 from reward_loop.types import RewardResult
-from tests.adapters.services import Centred, ranks
+from tests.adapters.services import Centred, ranks, scorer
 from tests.scoring.logging_functions import logging_function
 from tests.support.gsm8k import ROOT
 
@@ -239,21 +238,21 @@ def test_a_forked_process_starts_an_agent_of_its_own() -> None:
 
 
 async def test_a_close_while_the_agent_starts_leaves_it_to_the_next_close() -> None:
-    started, close_first, closed = threading.Event(), threading.Event(), []
+    started, close_first = threading.Event(), threading.Event()
 
-    def start() -> Any:
+    def load() -> Any:
         started.set()
         close_first.wait(30)
-        return SimpleNamespace(close=lambda: closed.append(True))
+        return scorer()
 
-    owner = AgentOwner(start)
-    getting = asyncio.create_task(owner.get())
+    reward = TRLReward("equals", load, Columns())
+    scoring = asyncio.create_task(reward(["p"], ["4"], ground_truth=["4"]))
     await asyncio.to_thread(started.wait, 30)
-    owner.close()
+    reward.close()
     close_first.set()
-    assert await owner.get() is await getting
-    owner.close()
-    assert closed == [True]
+    assert await scoring == [1.0]
+    await asyncio.to_thread(reward.close)
+    assert not [thread for thread in threading.enumerate() if thread.name == "reward-agent"]
 
 
 def test_several_trainers_may_use_a_function_on_event_loops_of_their_own() -> None:
