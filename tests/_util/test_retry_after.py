@@ -29,11 +29,9 @@ DATES = {
     "IMF": lambda at: format_datetime(at, usegmt=True),
     "offset": lambda at: format_datetime(at.astimezone(timezone(timedelta(hours=5, minutes=30)))),
     "unknown zone": lambda at: format_datetime(at.replace(tzinfo=None)),  # -0000
-    "no zone": lambda at: format_datetime(at, usegmt=True).removesuffix(" GMT"),
     "asctime": lambda at: at.strftime("%a %b %e %H:%M:%S %Y"),
     "RFC 850": lambda at: at.strftime("%A, %d-%b-%y %H:%M:%S GMT"),
     "ISO": lambda at: at.isoformat(),
-    "ISO, Z": lambda at: at.strftime("%Y-%m-%dT%H:%M:%SZ"),
     "ISO, no zone": lambda at: at.strftime("%Y-%m-%dT%H:%M:%S"),
 }
 
@@ -54,8 +52,6 @@ def test_what_is_no_time(value):
     [
         ({"Retry-After-Ms": "250", "Retry-After": "1"}, 0.25),
         ({"retry-after": "7", "x-ratelimit-reset-requests": "6m0s"}, 7),
-        ({"x-ratelimit-reset-requests": "1s"}, 1),
-        ({"X-RateLimit-Reset-Tokens": "6m0s"}, 360),
         ({"x-ratelimit-reset-tokens": "120ms"}, 0.12),
         ({"x-ratelimit-reset-requests": "1h2m3.5s"}, 3723.5),
         ({"x-ratelimit-reset-requests": "1s", "x-ratelimit-reset-tokens": "6m0s"}, 360),
@@ -69,12 +65,10 @@ def test_what_is_no_time(value):
             1,
         ),
         ({"x-ratelimit-reset": "30"}, 30),
-        ({"x-rate-limit-reset": "30"}, 30),
         ({"x-ms-retry-after-ms": "250", "retry-after": "1"}, 0.25),
         ({"x-ratelimit-reset-requests": "1h 2M"}, 3720),
         ({"ratelimit-reset": "30"}, 30),
         ({"x-ratelimit-reset-requests": "later"}, None),
-        ({"x-ratelimit-remaining-requests": "0"}, None),
         ({}, None),
     ],
 )
@@ -109,7 +103,6 @@ OPENROUTER = json.dumps({"error": {"code": 429, "metadata": {"headers": {"X-Rate
     [
         (GOOGLE, 5),
         (json.dumps({"error": {"metadata": {"raw": GOOGLE}}}), 5),
-        ('{"retryDelay":"34.5s"}', 34.5),
         ("Rate limit reached for gpt-5: Limit 30000, Used 29000, Requested 2000. Please try again in 5s.", 5),
         ("Please try again in 1m26.4s. Visit", 86.4),
         ("Please try again in 120ms", 0.12),
@@ -117,7 +110,6 @@ OPENROUTER = json.dumps({"error": {"code": 429, "metadata": {"headers": {"X-Rate
         ("Please retry after 30", 30),
         ('{"metadata": {"headers": {"X-RateLimit-Reset-Requests": "6s"}}}', 6),
         ("Please try again later", None),
-        ("Limit 5, Used 5", None),
     ],
 )
 def test_the_text_of_a_refusal_names_the_pause(text, seconds):
@@ -145,7 +137,6 @@ def test_the_text_of_a_refusal_names_a_moment(unit):
         ("Rate limit reached on tokens per min (TPM): Limit 30000, Used 29000. Please try again in 2s.", False),
         ("Rate limit exceeded. Remaining limit: 0. Try again in 5 s.", False),
         ("The limit: 0.5 requests per second", False),
-        ("", False),
     ],
 )
 def test_a_refusal_that_no_pause_cures(text, expected):
@@ -168,7 +159,6 @@ ANTHROPIC = '{"type": "error", "error": {"message": "Your credit balance is too 
         (401, OPENAI, True),
         (403, '{"code": 30001, "message": "Sorry, your account balance is insufficient"}', True),
         (403, '{"error": {"code": "AccountOverdueError"}}', True),
-        (403, '{"error": {"type": "billing_error"}}', True),
         (429, '{"error": {"code": "InsufficientQuota"}}', True),
         (429, '{"error": {"code": "1113", "message": "Insufficient balance. Please recharge."}}', True),
         (429, '{"error": {"type": "exceeded_current_quota_error"}}', True),
@@ -177,7 +167,6 @@ ANTHROPIC = '{"type": "error", "error": {"message": "Your credit balance is too 
         (400, '{"error": {"message": "invalid input: \'the account has insufficient balance\'"}}', False),
         (429, '{"error": {"code": "rate_limit_exceeded"}}', False),
         (200, OPENAI, False),
-        (500, OPENAI, False),
         (None, OPENAI, False),
     ],
 )
