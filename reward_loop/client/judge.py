@@ -270,9 +270,33 @@ class Judge:
         return replace(judgement, reply=both)
 
     async def _ask(self, address: str | None, messages: list[dict[str, str]]) -> tuple[Reply, Exchange]:
-        return await repeated(
-            lambda: complete(address, messages, self._model, self._options, self._request), address, self._attempts
-        )
+        try:
+            return await repeated(
+                lambda: complete(address, messages, self._model, self._options, self._request), address, self._attempts
+            )
+        except RequestError as error:
+            if error.status in (400, 422) and "response_format" in self._request:
+                await self._check_format(address)
+            raise
+
+    async def _check_format(self, address: str | None) -> None:
+        """Ask a short question in the format of the verdict, after a request in this format was refused.
+
+        Raises:
+            ConfigError: the server does not support the format. Otherwise, the request itself was refused.
+        """
+        kept = ("response_format", "max_tokens", "max_completion_tokens", "reasoning_effort")
+        request = {name: value for name, value in self._request.items() if name in kept}
+        try:
+            _, exchange = await complete(address, "Write an example.", self._model, self._options, request)
+        except RequestError as error:
+            if error.status in (400, 422):
+                raise ConfigError(
+                    f"enforce=True: the server refuses response_format of type json_schema ({error}). Leave enforce "
+                    "out: the judge is then asked for the format by its prompt alone"
+                ) from error
+        else:
+            exchange.end()
 
     def _is_cut_off(self, reply: Reply) -> bool:
         return reply.cut_off or (reply.finish_reason == "tool_calls" and not self._request.get("tools"))

@@ -18,8 +18,7 @@ adopts its orphaned descendants, also those in other sessions. When it dies, the
 them: it kills each process that it has neither forked nor started while it loaded the function.
 
 A fork has neither the threads of the template nor connections or a GPU of its own. If loading the function leaves one
-of these, the function cannot be called, and its error names what was left, and the option with which each child loads
-the function itself.
+of these, the template starts itself anew, without the function, and each child loads it.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from reward_loop._util.process import adopt_orphans, children, descendants, die_with_parent, kill, kill_children
-from reward_loop.errors import RewardFunctionError
 from reward_loop.processes import child
 from reward_loop.processes.child import Setup
 
 _MEMORY_SECONDS = 0.05
 """Seconds between memory measurements."""
+_AGAIN = "without-function"
+"""The argument of a template that has started itself anew."""
 
 
 @dataclass(slots=True)
@@ -73,15 +73,12 @@ def main(control_fd: int, parent_death_fd: int, setup_fd: int) -> NoReturn:
         os.set_inheritable(fd, False)  # not for programs that the function starts
     try:
         setup: Setup = pickle.loads(os.pread(setup_fd, os.fstat(setup_fd).st_size, 0))
-        function: child.Function | None = None
+        function = None
         adopt_orphans()
-        if setup.calls is not None:
+        if setup.calls is not None and _AGAIN not in sys.argv:
             function = child.load(setup)
-            if not isinstance(function, RewardFunctionError) and (left := _left_by_loading(fds)):
-                function = RewardFunctionError(
-                    f"leaves {left} in its process when it is loaded, which a fork cannot use: set "
-                    "calls_per_process=null, so that each process loads the function itself"
-                )
+            if obstacle := _obstacle(fds):
+                _start_again(setup.name, obstacle, fds)
             gc.collect()
             gc.freeze()  # the children's collections would write to these objects, and so copy their memory
         _Forks(socket.socket(fileno=control_fd), parent_death_fd, setup, function).serve()
@@ -92,7 +89,7 @@ def main(control_fd: int, parent_death_fd: int, setup_fd: int) -> NoReturn:
         os._exit(0)
 
 
-def _left_by_loading(own_fds: tuple[int, ...]) -> str:
+def _obstacle(own_fds: tuple[int, ...]) -> str:
     """Return what this process has that a fork of it could not use; ``""`` if there is nothing."""
     # Libraries that prepare for a fork, such as OpenBLAS, end their threads before it.
     if (pid := os.fork()) == 0:
@@ -110,6 +107,19 @@ def _left_by_loading(own_fds: tuple[int, ...]) -> str:
                     if address := copy.getpeername():  # empty for a pair of sockets
                         return f"a connection to {address}"
     return ""
+
+
+def _start_again(name: str, obstacle: str, fds: tuple[int, ...]) -> NoReturn:
+    print(
+        f"reward_loop: loading {name} leaves {obstacle} in its process, which a fork cannot use: each process loads "
+        "the function itself, and serves calls until it is killed (calls_per_process=null)",
+        file=sys.stderr,
+        flush=True,
+    )
+    kill_children()
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    os.execv(sys.executable, [*sys.orig_argv, _AGAIN])
 
 
 class _Forks:

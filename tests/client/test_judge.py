@@ -384,6 +384,9 @@ async def test_a_server_that_refuses_the_format_of_enforce_is_an_error_and_one_t
         assert '{"reason": "...", "verdict": ...}' in server.requests[0].body["messages"][0]["content"]
         server.script('{"reason": "Short.", "verdict": 8}')
         assert (await judge(server.address, answer="4")).score == 8
-        server.script(Status(400))
+        server.script(Status(400), Status(400))
+        with pytest.raises(ConfigError, match="enforce=True: the server refuses response_format"):
+            await judge(server.address, answer="4")
+        server.script(Status(400))  # this request alone, which may be too long
         with pytest.raises(RequestError):
             await judge(server.address, answer="4")

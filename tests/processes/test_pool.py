@@ -152,14 +152,13 @@ client = socket.create_connection(server.getsockname())
 
 
 @pytest.mark.parametrize(("code", "left"), [(THREAD, "1 thread"), (CONNECTION, "a connection to ")])
-async def test_what_a_fork_could_not_use_is_an_error_with_the_option_for_it(isolate, tmp_path, code, left):
+async def test_what_a_fork_could_not_use_is_loaded_in_each_process(isolate, tmp_path, capfd, code, left):
     path = tmp_path / "loads.py"
     path.write_text(f"import os\n{code}def compute_score():\n    return os.getpid()\n")
-    function = load_function(str(path))
-    error = (await isolate(function)(RewardSample(""))).error
-    assert f"compute_score (loads.py) leaves {left}" in error
-    assert "set calls_per_process=null" in error
-    assert (await isolate(function, calls_per_process=None)(RewardSample(""))).error is None
+    scoring = isolate(load_function(str(path)))
+    pids = [(await scoring(RewardSample(""))).score for _ in range(3)]
+    assert len(set(pids)) == 1
+    assert f"loading compute_score (loads.py) leaves {left}" in capfd.readouterr().err
 
 
 async def test_as_many_at_a_time_as_there_are_processes(isolate, fifo):
