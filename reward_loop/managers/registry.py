@@ -23,6 +23,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Names of verl's managers that stand for `naive` with these options, where others are not given."""
 
 
+_ENDED = {
+    "composite": "combine the functions in Python, reward_loop.combine(form=(form, 0.2), truth=(truth, 1))",
+    "gdpo": "verl's V1 trainer passes only the sum of a sample's rewards to GDPO: use `naive` with a function that "
+    "combines its rewards",
+    "limited": "use `naive` with reward_loop.limits.default (-O limits.default.max_concurrent=... on the command line)",
+}
+"""Names that are refused, and what to use instead."""
+
+
 def register(name: str) -> Callable[[C], C]:
     """Return a decorator that registers a manager class under a name.
 
@@ -69,11 +78,8 @@ def get(name: str) -> type[Any]:
         return _managers[name]
     if name in OPTIONS:
         return _managers["naive"]
-    if name == "gdpo":
-        raise ConfigError(
-            "there is no reward manager 'gdpo': verl's V1 trainer passes only the sum of a sample's rewards to GDPO: "
-            "use `naive` with a function that combines its rewards"
-        )
+    if name in _ENDED:
+        raise ConfigError(f"there is no reward manager {name!r}: {_ENDED[name]}")
     if ":" not in name:
         raise ConfigError(
             f"unknown reward manager {name!r}{did_you_mean(name, names()) or '.'} Known: {listing(names())}; "
@@ -95,7 +101,7 @@ def names() -> list[str]:
 
 def is_known(name: str) -> bool:
     """Return whether `get` knows a name, or refuses it with a reason. Others may be names of verl's managers."""
-    return name in _managers or name in OPTIONS or name == "gdpo"
+    return name in _managers or name in OPTIONS or name in _ENDED
 
 
 def with_options_of(name: str, options: RewardLoopConfig) -> RewardLoopConfig:

@@ -261,17 +261,34 @@ def _move(config: DictConfig, old: str, new: str) -> None:
     OmegaConf.update(config, new, value, force_add=True)
 
 
+_RATE_LIMITS = {
+    "max_concurrent": "max_concurrent",
+    "max_rpm": "requests_per_minute",
+    "max_tpm": "tokens_per_minute",
+    "estimated_tokens_per_request": "estimated_tokens_per_request",
+}
+"""verl's options ``reward.*`` of its manager ``rate_limited`` -> those of a limit."""
+
+
 def _name_manager(config: DictConfig) -> None:
-    """Replace a name of verl's for `naive` with other options by these options, and by ``naive``."""
-    named = config.reward.reward_manager
+    """Replace a name of verl's for `naive` with other options by these options, and by ``naive``.
+
+    The limits of verl's ``rate_limited`` become ``reward_loop.limits.default``, which all workers share. In verl they
+    apply to each worker.
+    """
+    named, options = config.reward.reward_manager, config.reward_loop
     if named.source != "register" or named.name not in OPTIONS:
         return
-    if named.name == "rate_limited":  # its options would not hold for each worker, as in verl, but for all
-        raise ConfigError(
-            "reward.reward_manager.name=rate_limited: use naive with reward_loop.limits.default, which has "
-            "max_concurrent, requests_per_minute and tokens_per_minute for all workers together"
-        )
-    config.reward_loop.isolation = "process"
+    if named.name == "rate_limited":
+        options.timeout = config.reward.get("timeout") or options.timeout
+        given = {name: config.reward[name] for name in _RATE_LIMITS if config.reward.get(name) is not None}
+        if "default" not in options.limits:
+            defaults = {"max_concurrent": 1, "estimated_tokens_per_request": 2000}  # verl's
+            options.limits.default = defaults | {_RATE_LIMITS[name]: value for name, value in given.items()}
+        elif given:
+            raise ConfigError(f"reward.{min(given)} contradicts reward_loop.limits.default: give one of them")
+    else:
+        options.isolation = "process"
     named.name = "naive"
 
 

@@ -46,6 +46,14 @@ def test_options_that_are_given_stay() -> None:
     assert with_options_of("naive", options) is options
 
 
-def test_gdpo_is_refused_with_its_reason() -> None:
-    with pytest.raises(ConfigError, match="only the sum of a sample's rewards"):
-        get("gdpo")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("limited", r"there is no reward manager 'limited': use `naive` with reward_loop\.limits\.default"),
+        ("composite", r"reward_loop\.combine"),
+        ("gdpo", "only the sum of a sample's rewards"),
+    ],
+)
+def test_ended_names_say_what_to_use_instead(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get(name)

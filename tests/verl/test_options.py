@@ -103,6 +103,12 @@ def test_a_ready_judge_is_named_by_its_short_name() -> None:
     assert read(settings.config) == settings
 
 
+def test_verls_limits_of_the_rate_limited_manager_become_the_default_limit() -> None:
+    settings = resolved("reward_model.reward_manager=rate_limited", "+reward.max_concurrent=6", "+reward.max_rpm=500")
+    limit = settings.options.limits["default"]
+    assert (limit.max_concurrent, limit.requests_per_minute) == (6, 500)
+
+
 def test_a_module_path_alone_means_importlib() -> None:
     manager = resolved("reward_model.reward_loop_module_path=m.py", "reward_model.reward_loop_class_name=Mine").manager
     assert (manager.source, manager.module, manager.name) == ("importlib", "m.py", "Mine")
@@ -122,7 +128,14 @@ def test_a_module_path_alone_means_importlib() -> None:
         ),
         (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),
         (["algorithm.adv_estimator=gdpo"], ["only the sum of a sample's rewards"]),
-        (["reward_model.reward_manager=rate_limited"], ["reward_loop.limits.default"]),
+        (
+            [
+                "reward_model.reward_manager=rate_limited",
+                "+reward.max_rpm=5",
+                "+reward_loop.limits.default.max_concurrent=2",
+            ],
+            ["reward.max_rpm contradicts reward_loop.limits.default"],
+        ),
         (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
         (["reward_model.num_workers=0"], ["reward.num_workers=0"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
