@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from examples.tiny_models import build_tiny_model
-from reward_loop.client import Choice, Json, Number, Ratings, Verdict, chat_complete
+from reward_loop.client import Choice, Json, Number, Pattern, Ratings, chat_complete
 from reward_loop.config import RewardModelConfig, ServedModelConfig
 from reward_loop.errors import RequestError
 from reward_loop.serving import RewardModelManager
@@ -42,11 +42,12 @@ class Grade(BaseModel):
     score: int
 
 
-VERDICTS: dict[str, Verdict] = {
+VERDICTS = {
     "Number": Number(1, 10, enforce=True),
     "Choice": Choice({"good": 1, "bad": 0}, enforce=True),
     "Json": Json(Grade, enforce=True),
     "Ratings": Ratings({"correct": 1, "clear": 1}, enforce=True),
+    "Pattern": Pattern(r"Grade ([A-C])", {"A": 1, "B": 0.5, "C": 0}, enforce=True),
 }
 
 

@@ -22,7 +22,7 @@ from reward_loop.client.discriminative import classify, score
 from reward_loop.client.fence import without_control_tokens
 from reward_loop.client.judge import Judge, Judgement
 from reward_loop.client.panel import majority, mean, panel, spot_check
-from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Ratings, Verdict
+from reward_loop.client.verdicts import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
 
 __all__ = [
     "Choice",
@@ -31,6 +31,7 @@ __all__ = [
     "Judgement",
     "NoVerdictError",
     "Number",
+    "Pattern",
     "Ratings",
     "Reply",
     "Usage",

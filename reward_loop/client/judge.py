@@ -112,7 +112,7 @@ class Judge:
 
         Args:
             template: the prompt, with placeholders ``{{name}}``. Placeholders in the text of a field are not replaced.
-            verdict: the format of the verdict: `Number`, `Choice`, `Ratings`, `Json`, or another object that
+            verdict: the format of the verdict: `Number`, `Choice`, `Ratings`, `Json`, `Pattern`, or another object that
                 implements `Verdict`.
             system: the system message.
             fence: the fields with text that the judge must not obey, such as the response. Random marks are put around

@@ -381,6 +381,67 @@ class Choice(_OfLine):
         return dict(self._known.values())
 
 
+class Pattern(_OfLine):
+    """What a regular expression finds, such as ``Pattern(r"Grade (\\w+)", {"good": 1, "bad": 0})``."""
+
+    def __init__(self, pattern: str, scores: Mapping[str, float] | None = None, *, enforce: bool = False) -> None:
+        """Define the format.
+
+        Args:
+            pattern: the regular expression. Its first group is the verdict; without a group, the whole match. It must
+                match once, and the match must be the last line. It runs on the event loop: avoid nested repetitions
+                such as ``(a+)+``.
+            scores: the score of each verdict; spaces around it and case are ignored. By default the verdict is a
+                number, which is the score.
+            enforce: see `Number`. It needs `scores`: the server does not know the numbers that the expression matches.
+
+        Raises:
+            ConfigError: the expression is invalid, two verdicts differ only in case or spaces, or there are no `scores`
+                for `enforce`.
+        """
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"Pattern({pattern!r}) is not a valid regular expression: {error}") from None
+        self._scores = None if scores is None else {_squeezed(word): float(score) for word, score in scores.items()}
+        if enforce and scores is None:
+            raise ConfigError(
+                "Pattern(enforce=True): the JSON object might have a number that the expression excludes. Give the "
+                "scores of the verdicts, or use Number(low, high, enforce=True)"
+            )
+        if scores is not None and len(self._scores or ()) < len(scores):
+            raise ConfigError(f"Pattern: two of the verdicts {listing(scores)} differ only in case or spaces")
+        self._define(None, r"[^\n]{1,200}?", [], {"enum": list(scores or ())}, enforce)
+        self.again = self.again or "the verdict, in the form that was asked for"
+
+    def read(self, reply: str, again: bool = False) -> tuple[str, float]:
+        """Return the text that was found, and its score."""
+        verdict = self._written(reply, again)
+        score = _number(verdict) if self._scores is None else self._scores.get(_squeezed(verdict))
+        if score is None:
+            known = "a number" if self._scores is None else f"one of {listing(self._scores)}"
+            raise NoVerdictError(f"{shorten(verdict)} is not {known}")
+        return verdict, score
+
+    def _written(self, reply: str, again: bool) -> str:
+        text = final_text(reply)
+        if self.enforce and text.startswith(("{", "`")):
+            return super()._written(reply, again)
+        # A bare number might be one that the expression excludes, such as 10 with `[1-5]`.
+        if again and self._scores is not None and self._pattern.fullmatch(text) is None:
+            return text.strip(" *_`$.")
+        counts = [sum(1 for _ in islice(self._pattern.finditer(one), 2)) for one in (text, plain(text))]
+        found = self._pattern.search(text)
+        if found is None:
+            raise NoVerdictError(f"nothing in the reply matches {self._pattern.pattern!r}: {shorten(text, 80)}")
+        start = text.rfind("\n", 0, found.start()) + 1
+        around = text[start : found.start()] + text[found.end() :].removesuffix(".")
+        if max(counts) > 1 or around.strip(" \t*_`$"):
+            raise NoVerdictError(f"the last line is not the only match of {self._pattern.pattern!r}, and nothing else")
+        check_before(text[:start])
+        return found[1 if self._pattern.groups else 0] or ""
+
+
 class Json:
     """A JSON object, such as ``{"reason": "...", "score": 7}``, validated with pydantic.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.client import Choice, Json, Judge, Number
+from reward_loop.client import Choice, Judge, Number, Pattern
 from reward_loop.errors import ConfigError
 from reward_loop.testing import Body, FakeJudge
 
@@ -168,7 +168,7 @@ async def test_a_quoted_answer_does_not_move_the_position() -> None:
     assert judgement.score == pytest.approx(3.06 / 0.96)
 
 
-@pytest.mark.parametrize("verdict", [Number(1, 10), Number(-1, 1), Number(0, 2.5), Json(dict[str, int])])
+@pytest.mark.parametrize("verdict", [Number(1, 10), Number(-1, 1), Number(0, 2.5), Pattern(r"\d")])
 def test_verdicts_of_several_tokens_have_no_expected_score(verdict: Any) -> None:
     with pytest.raises(ConfigError, match="expected"):
         Judge("{{answer}}", verdict, expected=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from reward_loop.client import Choice, Json, NoVerdictError, Number, Ratings, Verdict
+from reward_loop.client import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
 from reward_loop.client.verdicts import final_text, plain
 from reward_loop.errors import ConfigError
 
@@ -46,6 +46,8 @@ FORMATS: dict[str, Verdict] = {
     "preferred": Choice({"A": 1, "B": 0, "tie": 0.5}, after="Winner:"),
     "json": Json(Grade),
     "ratings": Ratings({"correct": 2, "clear": 1}),
+    "pattern": Pattern(r"<verdict>(\w+)</verdict>", {"yes": 1, "no": 0}),
+    "digits": Pattern(r"\[\[(\d+)\]\]"),
 }
 NUMBER, TAG, CHOICE, ALONE, JSON = (FORMATS[name] for name in ("number", "tag", "choice", "alone", "json"))
 REPLIES = [json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()]
@@ -68,7 +70,7 @@ def test_no_doubtful_reply_has_a_verdict_and_a_clear_one_has_its_own_or_none(nam
 def test_the_shares_that_docs_judges_states() -> None:
     found = Counter((row["verdict"] is None, read(FORMATS[row["format"]], row["reply"]) is None) for row in REPLIES)
     # Doubtful and without a verdict; doubtful and read; clear and read; clear and asked again.
-    assert [found[True, True], found[True, False], found[False, False], found[False, True]] == [637, 0, 74, 386]
+    assert [found[True, True], found[True, False], found[False, False], found[False, True]] == [651, 0, 75, 392]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_the_shares_that_docs_judges_states() -> None:
         (Choice({"partly correct": 0.5}), "Verdict: partly  correct", ("partly correct", 0.5)),
         (FORMATS["brackets"], "[[A]]", ("A", 1)),
         (FORMATS["boxed"], "$\\boxed{7}$", (7, 7)),
+        (FORMATS["pattern"], "It holds.\n**<verdict>yes</verdict>**", ("yes", 1)),
         (JSON, '```json\n{"score": 8, "reason": "a } and {"}\n```', ({"score": 8}, 8)),
         (
             Ratings({"correct": 2, "clear": 1, "rude": -1}, 0, 4),
@@ -107,6 +110,8 @@ def test_a_reply_that_keeps_the_contract(verdict: Verdict, reply: str, expected:
         (TAG, "<verdict>8</verdict>", 8),
         (CHOICE, "correct.", "correct"),
         (FORMATS["brackets"], "A", "A"),
+        (FORMATS["pattern"], "yes", "yes"),
+        (FORMATS["pattern"], "<verdict>yes</verdict>", "yes"),
         (JSON, '{"score": 8}', {"score": 8}),
     ],
 )
@@ -129,6 +134,7 @@ def test_asked_again_the_reply_is_the_line_or_the_bare_value_and_nothing_else(
         (NUMBER, "There are two cases.\n1.\nScore: 10"),
         # A code block without an end.
         (NUMBER, "The form is this.\n```\nScore: 7"),
+        (FORMATS["digits"], "The form is this.\n```\n[[7]]"),
         # A second value in other characters.
         (ALONE, "9\u200b.\n7"),
         (ALONE, "\uff19.\n7"),
@@ -144,6 +150,13 @@ def test_asked_again_the_reply_is_the_line_or_the_bare_value_and_nothing_else(
 )
 def test_a_doubtful_reply_has_no_verdict(verdict: Verdict, reply: str) -> None:
     assert read(verdict, reply) is None
+
+
+def test_a_bare_number_is_none_of_a_pattern_which_may_exclude_it() -> None:
+    verdict = Pattern(r"Score: ([1-5])")
+    assert [read(verdict, reply, again=True) for reply in ("Score: 4", "4", "10", "1e3", "Score: 10")] == [
+        *("4", None, None, None, None)
+    ]
 
 
 THOUGHTS = [
@@ -172,6 +185,7 @@ THOUGHTS = [
         (ALONE, "\n9", "\n3"),
         (TAG, "<verdict>9</verdict>", "<verdict>3</verdict>"),
         (JSON, '{"score": 9}', '{"score": 3}'),
+        (FORMATS["pattern"], "<verdict>yes</verdict>", "<verdict>no</verdict>"),
     ],
 )
 def test_only_the_text_after_the_last_end_of_reasoning_counts(
@@ -235,6 +249,7 @@ def test_the_score_may_have_another_name_and_must_be_a_number() -> None:
     [
         (Number(1, 10, enforce=True), 8, (8, 8)),
         (Choice({"yes": 1, "no": 0}, enforce=True), "no", ("no", 0)),
+        (Pattern(r"<g>(\w+)</g>", {"good": 1, "bad": 0}, enforce=True), "bad", ("bad", 0)),
     ],
 )
 def test_enforce_asks_for_a_reason_and_then_the_verdict_and_reads_the_line_if_a_server_ignores_it(
@@ -244,7 +259,8 @@ def test_enforce_asks_for_a_reason_and_then_the_verdict_and_reads_the_line_if_a_
     assert [*schema["properties"]] == schema["required"] == ["reason", "verdict"]
     reply = json.dumps({"reason": "Score: 1", "verdict": written})
     assert verdict.read(reply) == verdict.read(reply, True) == read
-    assert verdict.read(f"{'Score' if written == 8 else 'Verdict'}: {written}") == read
+    line = f"<g>{written}</g>" if isinstance(verdict, Pattern) else None
+    assert verdict.read(line or f"{'Score' if written == 8 else 'Verdict'}: {written}") == read
     for wrong in ({"verdict": None}, {"verdict": True}, {"verdict": [written]}, {"reason": "x"}, {"verdict": "?"}):
         with pytest.raises(NoVerdictError):
             verdict.read(json.dumps(wrong))
@@ -265,6 +281,9 @@ def test_invalid_formats_are_refused() -> None:
         (lambda: Choice({}), "Choice"),
         (lambda: Choice({"Yes": 1, "yes": 0}), "Choice"),
         (lambda: Choice({"": 1}), "Choice"),
+        (lambda: Pattern("("), "not a valid regular expression"),
+        (lambda: Pattern("([1-5])", enforce=True), "a number that the expression excludes"),
+        (lambda: Pattern("(.)", {"Style": 1, " style": 0}), "differ only in case or spaces"),
         (lambda: Ratings({"Style": 1, "style": 1}), "differ only in case or spaces"),
         (lambda: Ratings({}), "weights"),
         (lambda: Ratings({"a": -1}), "weights"),
@@ -299,7 +318,7 @@ UNITS = [
 def test_the_time_for_a_long_reply_is_linear_in_its_length(unit: str) -> None:
     body = unit * (100_000 // len(unit.encode("utf-8", "surrogatepass")))
     for head, tail in (('{"a": "', "\nScore: 8 [[A]]"), ("It is good.\n<verdict>8</verdict>", "")):
-        for verdict in (NUMBER, TAG, ALONE, JSON):
+        for verdict in (NUMBER, TAG, ALONE, JSON, FORMATS["pattern"]):
             seconds = _seconds(verdict, head + body + tail)
             if seconds > 0.02:  # below, noise is larger than what is measured
                 # Linear code takes 4 times as long for 4 times the text, quadratic code 16 times. Both are measured
@@ -315,7 +334,7 @@ def test_the_time_for_a_long_reply_is_linear_in_its_length(unit: str) -> None:
 def test_no_long_reply_takes_minutes(head: str, unit: str, tail: str) -> None:
     # Quadratic code takes minutes for each.
     reply = head + unit * (200_000 // len(unit)) + tail
-    for verdict in (NUMBER, TAG, ALONE, JSON, Number(1, 10, enforce=True)):
+    for verdict in (NUMBER, TAG, ALONE, JSON, Number(1, 10, enforce=True), FORMATS["pattern"]):
         started = time.thread_time()
         read(verdict, reply)
         assert time.thread_time() - started < 20, verdict
