@@ -34,8 +34,8 @@ from examples.arithmetic.reward import CHEAP, STRONG
 from examples.training import TrainingProcess
 from reward_loop import RewardSample
 from reward_loop.offline.check import check
-from reward_loop.records.events import health
 from reward_loop.records.reader import read_rows
+from reward_loop.records.trainer_events import health
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".cache" / "arithmetic"

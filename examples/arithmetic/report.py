@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.training import read_metrics
-from reward_loop.records.events import hidden_share
+from reward_loop.records.trainer_events import hidden_share
 
 PHASES = {
     "rollout": ("timing_s/gen",),

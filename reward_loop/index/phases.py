@@ -100,7 +100,7 @@ class StepTimes:
         Returns:
             for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step,
             ``None`` if the step has not ended; and, as far as the trainer has measured them, ``waiting_s``,
-            ``pending_s`` and ``hidden_share``, see `reward_loop.records.events`.
+            ``pending_s`` and ``hidden_share``, see `reward_loop.records.trainer_events`.
 
         Raises:
             ConfigError: a newer version of the library has written the events.

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 
-from reward_loop.agent.schedule import StepOrder
+from reward_loop.agent.step_order import StepOrder
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers import get as get_manager

@@ -9,8 +9,8 @@ from reward_loop import RewardSample as Sample
 from reward_loop.agent import agent as module
 from reward_loop.index.index import open_index
 from reward_loop.index.phases import StepTimes
-from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.trainer_events import read_events
 from reward_loop.view.timeline import timeline
 from tests.agent.judges import Gate, naive, within
 

@@ -40,7 +40,7 @@ from examples.arithmetic.report import Report, plot, read_report
 from examples.tiny_models import tiny_tokenizer
 from examples.training import write_dataset
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
-from reward_loop.records.events import HealthRecords
+from reward_loop.records.trainer_events import HealthRecords
 from reward_loop.testing import FakeJudge
 
 RECORDED = Path(__file__).with_name("metrics.jsonl")

@@ -13,8 +13,8 @@ import pytest
 
 from reward_loop.index.index import open_index
 from reward_loop.index.phases import StepTimes
-from reward_loop.records.events import read_events
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.trainer_events import read_events
 from reward_loop.view.timeline import timeline
 from tests.support.counted import rows_that_count
 from tests.verl import rewards

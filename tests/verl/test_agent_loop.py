@@ -19,7 +19,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict as fields_of_
 import reward_loop
 from reward_loop.config import RewardLoopConfig
 from reward_loop.records import records
-from reward_loop.records.events import read_events
+from reward_loop.records.trainer_events import read_events
 from reward_loop.types import Reward, RewardSample
 from reward_loop.verl import tq_rows
 from reward_loop.verl.samples import TURNS

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.schedule import FilterForecast, StepOrder
+from reward_loop.agent.step_order import FilterForecast, StepOrder
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from reward_loop import cli
 from reward_loop.index.index import Index
 from reward_loop.index.phases import StepTimes
-from reward_loop.records.events import read_events, seconds_of
+from reward_loop.records.trainer_events import read_events, seconds_of
 from reward_loop.view.app import create_app
 from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (

@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer, simple_timer
 
 from reward_loop.records import records
-from reward_loop.records.events import read_events
+from reward_loop.records.trainer_events import read_events
 from reward_loop.verl import tq_rows
 from reward_loop.verl.trainer import recording_trainer
 from reward_loop.verl.trainer.recording_trainer import RecordedSeconds, advantages

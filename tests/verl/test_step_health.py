@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reward_loop.config import HealthConfig, RewardLoopConfig
-from reward_loop.records.events import HealthRecords, health
+from reward_loop.records.trainer_events import HealthRecords, health
 from reward_loop.verl import tq_rows
 from reward_loop.verl.trainer.recording_trainer import StepHealth
 from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward

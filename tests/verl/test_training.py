@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from reward_loop.records.events import health
+from reward_loop.records.trainer_events import health
 from tests.verl import rewards
 from tests.verl.away import judge_that_goes_away
 from tests.verl.checks import (

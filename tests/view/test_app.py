@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from reward_loop.index.index import Index
 from reward_loop.records import Records
-from reward_loop.records.events import HealthRecords
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.trainer_events import HealthRecords
 from reward_loop.view.app import Guard, create_app
 from tests.support import made_up
 from tests.support.recorded import exchange, flushed, record

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reward_loop import RewardSample
-from reward_loop.records.events import HealthRecords
+from reward_loop.records.trainer_events import HealthRecords
 from tests.support import made_up
 from tools.browser import CHROMIUM, browser, server
 from tools.example_run import WORDS_OF_THE_JUDGE, score, step_samples, write_run

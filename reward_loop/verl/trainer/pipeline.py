@@ -61,7 +61,7 @@ from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.profiler import marked_timer, simple_timer
 from verl.utils.tensordict_utils import assign_non_tensor
 
-from reward_loop.agent.schedule import Action, FilterForecast, Generate, Prepare, Train, Wait
+from reward_loop.agent.step_order import Action, FilterForecast, Generate, Prepare, Train, Wait
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
 from reward_loop.verl.options import PIPELINE_MODE, mini_batch_groups, read_mode, step_order

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reward_loop.adapters.trl.generation import Judging, Lookahead
-from reward_loop.records.events import hidden_share
+from reward_loop.records.trainer_events import hidden_share
 
 
 def walk(count: int, every: int, accumulation: int, steps: int) -> list[tuple[Any, Any, int]]:

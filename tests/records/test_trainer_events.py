@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from reward_loop.records import Records
-from reward_loop.records.events import read_events
 from reward_loop.records.files import EVENTS
 from reward_loop.records.reader import RecordsReader
+from reward_loop.records.trainer_events import read_events
 from tests.records.rows import sample
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward_loop import ConfigError
-from reward_loop.agent.schedule import Generate, Prepare, StepOrder, Train, Wait
+from reward_loop.agent.step_order import Generate, Prepare, StepOrder, Train, Wait
 
 
 def actions(schedule, steps, ready=lambda step: 0, **options):
