@@ -119,3 +119,14 @@ print(*{name.partition('.')[0] for name in sys.modules})
 """
     heavy = {"torch", "ray", "transformers", "verl", "pyarrow", "numpy", "fastapi", "matplotlib"}
     assert not heavy & set(run(code).split())
+
+
+def test_the_training_command_names_the_missing_verl():
+    code = """
+import runpy, sys
+sys.modules["verl"] = None
+runpy.run_module("reward_loop.verl.main_ppo", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "verl is not installed; from a clone of reward_loop: pip install '.[verl]'" in done.stderr

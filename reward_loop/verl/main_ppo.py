@@ -1,12 +1,14 @@
 """What reward_loop does in verl's command, ``python -m verl.trainer.main_ppo``, and in recipes, before Ray starts.
 
 The plug-in of Hydra (``hydra_plugins/reward_loop_plugin.py``) calls `check_command` before the configuration is
-composed, and `begin` before the first call of verl's ``main``.
+composed, and `begin` before the first call of verl's ``main``. ``python -m reward_loop.verl.main_ppo`` is verl's
+command with the reward loop turned on.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from reward_loop.serving.models import model_kind
 from reward_loop.verl.installed import VerlVersionError, check_version, installed_version
 from reward_loop.verl.options import RewardSettings, resolve
 
-__all__ = ["run"]
+__all__ = ["main", "run"]
 
 UNTESTED = "reward_loop.untested_verl"
 """The option that accepts another release of verl."""
@@ -172,3 +174,18 @@ def _stop(message: str, status: int) -> NoReturn:
         sys.modules["ray"].shutdown()
     print(f"\n{message}", file=sys.stderr)
     sys.exit(status)
+
+
+def main() -> None:
+    """Run verl's command with the reward loop turned on."""
+    words = sys.argv
+    if not any(word.lstrip("+").startswith("reward_model.use_reward_loop=") for word in words):
+        # Before the first override: Hydra accepts flags before or after the overrides, not between.
+        first = (i for i, word in enumerate(words) if i and "=" in word and not word.startswith("-"))
+        words.insert(next(first, len(words)), "reward_model.use_reward_loop=True")
+    check_command(words, fits=True)  # before verl is imported
+    runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
