@@ -34,6 +34,7 @@ NOT_RUN = {
     "PIP_EXTRA_INDEX_URL=": "installs packages, and takes minutes",
     "python -m verl.trainer.main_ppo ": "trains; test_docs.py composes its configuration",
     "python -m examples.verl_cpu ": "the same",
+    "python -m examples.arithmetic.demo ": "trains for minutes; tests/integration/test_demo.py is shorter",
     "bash examples/": "trains on GPUs",
     "ray start ": "needs several machines",
     "ssh ": "needs another machine",

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 from reward_loop.client import Json, Judge  # noqa: E402
-from reward_loop.errors import ConfigError, RequestError  # noqa: E402
+from reward_loop.errors import ConfigError  # noqa: E402
 from reward_loop.serving.embedded.app import create_app  # noqa: E402
 from reward_loop.serving.embedded.model import EmbeddedModel  # noqa: E402
 from tests.support.servers import serving  # noqa: E402
@@ -184,10 +184,10 @@ async def test_nulls_change_nothing(judge: Client) -> None:
     assert (await judge.chat(temperature=0, n=None, tools=None))["choices"] == plain["choices"]
 
 
-async def test_an_enforced_json_verdict_is_an_error_that_names_the_field(judge: Client) -> None:
+async def test_an_enforced_json_verdict_is_an_error_with_the_fix(judge: Client) -> None:
     address = judge.session._base_url.authority
     ask = Judge("Rate {{answer}}", Json(dict[str, int], enforce=True), max_tokens=4)
-    with pytest.raises(RequestError, match="response_format: Extra inputs are not permitted"):
+    with pytest.raises(ConfigError, match=r"the server refuses response_format.*Extra inputs.*Leave enforce out"):
         await ask(address, answer="x")
 
 
