@@ -354,6 +354,7 @@ def _shown(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
 
 
 def serve(
+    context: typer.Context,
     fn: Annotated[
         str,
         typer.Argument(
@@ -409,7 +410,7 @@ def serve(
         "isolation": isolation,
         "max_failed_share": 1.0,  # the replies report each failure, so the trainer can decide
         "log_dir": None if log_dir is None else str(log_dir),
-        **cli_options.more_options(option),
+        **cli_options.more_options(context, option),
     }
     config = parse(RewardLoopConfig, options, cli_options.option_name)
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")

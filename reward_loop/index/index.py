@@ -105,7 +105,7 @@ def append(lines: Lines, output: BinaryIO) -> None:
 
 
 def fingerprint(path: Path) -> bytes:
-    """Return the beginning of the first line, which differs between files; empty if there is no complete line."""
+    """Return the beginning of the first line, by which a file is recognised; empty without a complete line."""
     try:
         with path.open("rb") as file:
             line = file.readline(_HEAD)

@@ -332,6 +332,7 @@ _ADDRESS_HELP = "Passed to functions as [cyan]reward_router_address[/]. Default:
 
 
 def audit(
+    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -388,7 +389,7 @@ def audit(
     fn, folders = cli_options.function_and_files(arguments)
     if fn is None or len(folders) != 1:
         raise ConfigError("name the folder of the records and the function: reward-loop audit DIR FUNCTION")
-    given = {"max_threads": concurrency, **cli_options.more_options(option)}
+    given = {"max_threads": concurrency, **cli_options.more_options(context, option)}
     options = parse(RewardLoopConfig, given, cli_options.option_name)
     # A wrong verdict is what the audit is to find, so it must not end it; and an audit leaves no records.
     update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "log_dir": None}

@@ -597,6 +597,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "d
 
 
 def check_command(
+    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -642,7 +643,7 @@ def check_command(
     if len(files) != 1:
         raise ConfigError("name one file of rollouts: reward-loop check FUNCTION FILE")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    given = {"isolation": isolation} | cli_options.more_options(option)
+    given = {"isolation": isolation} | cli_options.more_options(context, option)
     options = parse(RewardLoopConfig, given, cli_options.option_name)
     paths = cli_options.pairs(field, "--field")
     with reserve_stdout() as stdout:

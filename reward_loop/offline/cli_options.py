@@ -99,11 +99,12 @@ def values(items: Sequence[str] | None, option: str) -> dict[str, Any]:
     return {name: json_or_text(value) for name, value in pairs(items, option).items()}
 
 
-def more_options(items: Sequence[str] | None) -> dict[str, Any]:
+def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[str, Any]:
     """Return the options of the reward loop that ``--option`` sets, as nested dicts: names are dotted.
 
     Raises:
-        typer.BadParameter: an item is malformed, or one name is the prefix of another: ``limits`` and ``limits.judge``.
+        typer.BadParameter: an item is malformed, one name is the prefix of another (``limits`` and ``limits.judge``),
+            or an option of the command with this name is given, too, such as ``--timeout 10 -O timeout=5``.
     """
     found: dict[str, Any] = {}
     for path, value in values(items, "--option").items():
@@ -116,6 +117,12 @@ def more_options(items: Sequence[str] | None) -> dict[str, Any]:
         if not isinstance(group, dict) or name in group:
             raise typer.BadParameter(f"{path} contradicts another option: remove one of them", param_hint="--option")
         group[name] = value
+    for name, value in found.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{name.replace('_', '-')}"
+            message = f"{flag}={context.params[name]} and -O {name}={value} set the same option: give one of them"
+            raise typer.BadParameter(message, param_hint=flag)
     return found
 
 

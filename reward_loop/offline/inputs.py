@@ -60,7 +60,7 @@ class Inputs:
         return _read(self.path)
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this input from other ones, or from its earlier content."""
+        """Return what differs if this is another input, or if its content has changed."""
         # Not a hash of the content: the input may be very large.
         stats = [file.stat() for file in (_files(self.path) if self.path.is_dir() else [self.path])]
         return {

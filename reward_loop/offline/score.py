@@ -377,6 +377,7 @@ def _results(folder: ScoredFolder) -> dict[str, dict[str, Any]]:
 
 
 def score(
+    context: typer.Context,
     arguments: Annotated[
         list[str],
         typer.Argument(
@@ -445,7 +446,7 @@ def score(
         "timeout": timeout or None,
         "max_threads": concurrency,
         "isolation": isolation,
-        **cli_options.more_options(option),
+        **cli_options.more_options(context, option),
     }
     config = parse(RewardLoopConfig, options, cli_options.option_name)
     if config.log_dir is not None:

@@ -152,9 +152,12 @@ def architectures(path: str | Path, option: str) -> list[str]:
 
 def _of_the_hub(name: str, option: str) -> Path:
     """Return the local path of a hub model's ``config.json``; download the file if it is not in the cache."""
-    # Here: it is installed with the engines only.
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError:
+        raise ConfigError(
+            f"{option}: the directory {name!r} does not exist; for a model of the hub: pip install huggingface_hub"
+        ) from None
     try:
         # `hf_hub_download` asks the hub even for a file in the cache.
         cached = try_to_load_from_cache(name, "config.json")

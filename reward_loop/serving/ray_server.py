@@ -92,7 +92,7 @@ class GpuReservation:
         """Reserve the resources of all servers, and return the places of each model's servers.
 
         Raises:
-            ConfigError: Ray is not initialised, or there is no room beside the groups of `others`.
+            ConfigError: Ray is not initialised, or the groups of `others` have no room beside the servers.
             ServerStartError: the resources did not become free in time.
         """
         if not ray.is_initialized():

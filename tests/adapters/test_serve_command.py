@@ -175,6 +175,7 @@ def test_a_ready_judge_is_served(folder: Path) -> None:
         (["reward.py:compute_score", "--host", "0.0.0.0"], "--api-key-env"),
         (["reward.py:compute_score", "--api-key-env", "NOT_SET"], "NOT_SET: this environment variable is not set"),
         (["reward.py:compute_score", "-O", "timeouts=3"], "timeouts"),
+        (["reward.py:compute_score", "--timeout", "3", "-O", "timeout=4"], "give one of them"),
     ],
 )
 def test_errors_name_the_cause(folder: Path, arguments: list[str], message: str) -> None:

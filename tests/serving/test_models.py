@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,9 @@ def test_a_model_that_is_not_in_the_cache_is_downloaded(tmp_path: Path, monkeypa
     assert model_kind("org/judge", "model_path") == "discriminative"
     with pytest.raises(ConfigError, match=r"^model_path: 'org/other' is neither a directory nor a model .* 404"):
         model_kind("org/other", "model_path")
+
+
+def test_a_mistyped_path_is_named_where_the_hub_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"^model_path: the directory 'org/judge' does not exist; for a model of the"):
+        model_kind("org/judge", "model_path")
