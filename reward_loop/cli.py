@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
-import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -36,15 +34,16 @@ class _Commands(TyperGroup):
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **options: Any) -> Any:  # type: ignore[override]
         """Run the command, and exit with its status; without ``standalone_mode``, raise the errors of typer."""
-        given = list(sys.argv[1:] if args is None else args)
         try:
-            # `obj`: messages name an option as it was typed.
-            status = super().main(given, standalone_mode=False, obj=given, **options)
+            status = super().main(args, standalone_mode=False, **options)
         except Exception as error:
             # The classes of typer's errors are public only in part, and their module depends on the release of typer.
             if not standalone_mode or not hasattr(error, "format_message"):
                 raise
-            _exit_with_usage(error, given)
+            # Empty without arguments: typer has printed the help.
+            if message := error.format_message().replace("Value error, ", ""):
+                _err.print(f"[bold red]error:[/] {escape(message[:1].lower() + message[1:])}")
+            sys.exit(getattr(error, "exit_code", 2))
         if not standalone_mode:
             return status
         sys.exit(status if isinstance(status, int) else 0)
@@ -58,50 +57,13 @@ class _Commands(TyperGroup):
         except (RewardLoopError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # the reader closed the pipe, as `| head` does
-            command = self.commands.get(ctx.invoked_subcommand or "")
-            # Each line of a message may name an option.
-            text = re.sub(
-                r"^--[\w-]+", lambda option: _as_typed([option[0]], command, ctx.obj), str(error), flags=re.MULTILINE
-            )
-            _report(f"[bold red]error:[/] {escape(text)}", error)
+            _report(f"[bold red]error:[/] {escape(str(error))}", error)
             raise typer.Exit(2 if isinstance(error, ConfigError | FunctionLoadError) else 1) from None
 
 
 def _report(text: str, error: BaseException) -> None:
     for line in (text, *map(escape, getattr(error, "__notes__", ()))):
         _err.print(line)
-
-
-def _exit_with_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
-    """Print an error of typer in the style of all other errors, and exit with its status."""
-    message = error.format_message()
-    message = message[:1].lower() + message[1:]
-    if message:  # empty without arguments: typer has printed the help
-        hint = getattr(error, "param_hint", None)
-        options = [hint] if isinstance(hint, str) else getattr(getattr(error, "param", None), "opts", None)
-        context = getattr(error, "ctx", None)
-        if options and error.message:
-            command = None if context is None else context.command
-            message = f"{_as_typed(options, command, arguments)}: {error.message.removeprefix('Value error, ')}"
-        _err.print(f"[bold red]error:[/] {escape(message)}")
-        if context is not None:
-            _err.print(f"Help: {escape(context.command_path)} --help")
-    sys.exit(error.exit_code)
-
-
-def _as_typed(options: Sequence[str], command: Any, arguments: Sequence[str]) -> str:
-    """Return an option as it was typed, such as ``-f`` for ``--field``; for an argument, its name in the help."""
-    for parameter in () if command is None else command.params:
-        if set(options) & set(parameter.opts):
-            options = parameter.opts
-            if parameter.param_type_name == "argument":
-                return str(parameter.metavar or options[0].upper())
-    for argument in arguments:
-        for option in options:
-            is_short = option.startswith("-") and not option.startswith("--")
-            if argument.partition("=")[0] == option or (is_short and argument.startswith(option)):
-                return option
-    return options[0]
 
 
 app = typer.Typer(

@@ -37,7 +37,6 @@ HOMES = {
     "torch": MODELS,
     "transformers": MODELS,
     "numpy": ["verl", "health.py", "agent/ray_agent.py", "verl/samples.py"],
-    "pyarrow": ["offline/inputs.py"],
     "duckdb": ["index"],
     "trl": ["adapters/trl"],
     "greenlet": ["adapters/trl"],

@@ -21,7 +21,7 @@ def texts(rows):
 def test_rows_of_records_have_different_names(tmp_path):
     uids = ["x", "x (2)", "x", "x (2)", "row 5", None, "x"]
     write(tmp_path, *(sample(uid, id=str(index)) for index, uid in enumerate(uids)))
-    names = [row.name for row in Inputs.open(str(tmp_path)).rows()]
+    names = [row.name for row in Inputs(tmp_path).rows()]
     assert names == ["x", "x (2)", "x (3)", "x (2) (2)", "row 5", "row 5 (2)", "x (4)"]
 
 
@@ -35,7 +35,7 @@ def test_rows_of_records_have_different_names(tmp_path):
 )
 def test_a_file_in_another_format_has_no_row_that_can_be_scored(tmp_path, content, message):
     (tmp_path / "rollouts").write_bytes(content)
-    inputs = Inputs.open(str(tmp_path / "rollouts"))
+    inputs = Inputs(tmp_path / "rollouts")
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_fields(inputs.rows(), str(inputs.path), Fields())
 

@@ -1,4 +1,4 @@
-"""Scoring the rollouts of a run again: from its records, and from verl's rollout dumps."""
+"""Scoring the rollouts of a run again, from its records."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_records_are_scored_as_they_are(folder: Path) -> None:
-    shown = run("score", "run", "strict.py", "-o", "again", "--export", "scores.jsonl")
+    shown = run("score", "strict.py", "run", "-o", "again", "--export", "scores.jsonl")
     assert "rows: 6" in shown
     assert "in the browser: reward-loop view again" in shown
     rows = read(folder / "scores.jsonl")
@@ -92,45 +92,21 @@ def test_records_are_scored_as_they_are(folder: Path) -> None:
 def test_records_without_texts_are_failed_rows(folder: Path) -> None:
     for path in (folder / "run" / "texts").iterdir():
         path.unlink()
-    shown = run("score", "run", "strict.py", code=2)
+    shown = run("score", "strict.py", "run", code=2)
     assert "none of the 6 rows can be scored. q0_0: its texts were not recorded, or have been deleted" in shown
-
-
-def test_rollout_dumps_of_verl_are_scored_as_they_are(folder: Path) -> None:
-    (folder / "dumps").mkdir()
-    for step in (2, 10):
-        lines = [
-            {"input": f"user {i}", "output": str(i), "gts": "1", "score": 0.5, "step": step, "uid": f"p_{i}_0"}
-            for i in (0, 1)
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "dumps" / f"{step}.jsonl").write_text(text + ('{"input": "torn' if step == 10 else ""))
-    shown = run("score", "dumps", "strict.py:plain", "-o", "rewards", "--export", "out.jsonl")
-    assert "1 failed, 4 scored" in shown
-    rows = read(folder / "out.jsonl")
-    assert [(row["step"], row["uid"], row["score"]) for row in rows[:4]] == [
-        (2, "p_0_0", 0.0),
-        (2, "p_1_0", 1.0),
-        (10, "p_0_0", 0.0),
-        (10, "p_1_0", 1.0),
-    ]
-    assert (rows[1]["prompt"], rows[1]["solution_str"], rows[1]["input_score"]) == ("user 1", "1", 0.5)
-    assert "not JSON" in rows[4]["error"]
-    (path,) = (folder / "rewards").glob("*.jsonl")
-    assert sorted(str(row["step"]) for row in read(path)) == ["10", "10", "2", "2", "None"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "-o", "run"], "-o run is in the folder that is scored"),
-        (["run", "-o", "run/out"], "-o run/out is in the folder that is scored"),
-        (["run", "--export", "run/out.jsonl"], "or is in the folder that is scored"),
-        ([".", "-o", "x"], ". is not a file of rollouts: it is a folder with neither records nor rollout dumps"),
+        (["run", "-o", "run"], "--output run is in the folder that is scored"),
+        (["run", "-o", "run/out"], "--output run/out is in the folder that is scored"),
+        (["run", "--export", "run/out.jsonl"], "name a JSONL file, .jsonl, that is not the input, nor in it"),
+        ([".", "-o", "x"], ". contains no records"),
     ],
 )
 def test_an_output_in_the_folder_that_is_read_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
-    assert message in run("score", *arguments, "strict.py", code=2)
+    assert message in run("score", "strict.py", *arguments, code=2)
     assert len(list((folder / "run").glob("*.jsonl"))) == 1
 
 
@@ -138,7 +114,7 @@ def test_the_output_of_a_folder_that_is_the_current_one_is_beside_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder / "run")
-    run("score", ".", "../strict.py")
+    run("score", "../strict.py", ".")
     assert list((folder / "run.scored").glob("*.jsonl"))
 
 
@@ -158,7 +134,7 @@ def test_what_was_recorded_comes_back_as_it_was(tmp_path: Path, monkeypatch: pyt
     asyncio.run(manager.run_single(RewardSample("x", "d", big, info, uid="a")))
     records(tmp_path / "run.parquet").flush()  # a folder may have any name
     monkeypatch.chdir(tmp_path)
-    run("score", "run.parquet", "exact.py:compute_score", "-o", "again", "--export", "out.jsonl")
+    run("score", "exact.py:compute_score", "run.parquet", "-o", "again", "--export", "out.jsonl")
     for folder in ("run.parquet", "again"):
         (row,) = RecordsReader(tmp_path / folder).rows()
         assert (row["score"], row["components"]["seed"]) == (1.0, big)

@@ -1,4 +1,4 @@
-"""Parts of error messages: shortened values, causes, the user's lines of a traceback, the fix of a failed import."""
+"""Parts of error messages: shortened values, causes, the user's lines of a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ __all__ = [
     "did_you_mean",
     "duration",
     "first_line",
-    "import_hint",
     "last_user_frame",
     "listing",
     "rounded",
@@ -152,27 +151,3 @@ def _last_of_user(frames: list[traceback.FrameSummary]) -> int | None:
 
 def _is_library(filename: str) -> bool:
     return filename.startswith((*_LIBRARIES, "<frozen ")) or any(folder in filename for folder in _PACKAGE_FOLDERS)
-
-
-_LEVELS = 4
-"""The number of folders in which a module is looked for: that of the importing file, and those above it."""
-
-
-def import_hint(error: BaseException) -> str:
-    """Return the fix of a failed import as the end of a message, such as ``; helper is in /home/me: ...``.
-
-    Empty if the error is another one, or the module is not near the file that imports it.
-    """
-    if isinstance(error, ImportError) and error.name is None and "relative import" in str(error):
-        return (
-            "; a file on its own has no package: write `import helper`, or name the module of a package that is on "
-            "PYTHONPATH, such as package.reward:compute_score"
-        )
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    for folder in [folder for file in files[-1:] for folder in Path(file).resolve().parents][:_LEVELS]:
-        path = folder.joinpath(*error.name.split("."))
-        if path.exists() or path.with_suffix(".py").exists():
-            return f"; {error.name} is in {folder}: add that folder to PYTHONPATH"
-    return ""

@@ -39,7 +39,6 @@ from reward_loop._util.web_server import (
     url_of,
 )
 from reward_loop.agent import PendingRewards, RewardAgent
-from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.offline import cli_options
@@ -355,14 +354,7 @@ def _shown(sample: RewardSample, result: RewardResult) -> dict[str, Any]:
 
 def serve(
     context: typer.Context,
-    fn: Annotated[
-        str,
-        typer.Argument(
-            metavar="FUNCTION",
-            help="The reward function: [cyan]file.py:name[/] or [cyan]package.module:name[/].",
-            show_default=False,
-        ),
-    ],
+    function: cli_options.Function,
     host: Annotated[str, typer.Option(help="Address to listen on. Without a key, only loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8090,
     api_key_env: Annotated[
@@ -404,17 +396,16 @@ def serve(
     flight end.
     """
     key = api_key(api_key_env)
-    options: dict[str, Any] = {
+    given = {
         "timeout": timeout or None,
         "max_threads": concurrency,
         "isolation": isolation,
         "max_failed_share": 1.0,  # the replies report each failure, so the trainer can decide
         "log_dir": None if log_dir is None else str(log_dir),
-        **cli_options.more_options(context, option),
     }
-    config = parse(RewardLoopConfig, options, cli_options.option_name)
+    config = cli_options.config(context, option, given)
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+    scorer = load_scorer(function, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
     service = RewardService(scorer, key=key, concurrency=concurrency, grace_s=grace)
     raise_descriptor_limit()
     with open_listener(host, port, key) as listener:

@@ -33,15 +33,7 @@ _COMPONENT = "components."
 _EQUAL = ("step", "validate", "group", "outcome", "data_source")
 """The parameters that compare a field with a value."""
 
-_PAGE = ("sort", "order", "offset", "limit")
-
 _BOUNDS = {"min": ">=", "max": "<="}
-
-SAMPLES_PARAMETERS = (*_EQUAL, "min_reward", "max_reward", "text", *_PAGE, "where.FIELD", "min.FIELD", "max.FIELD")
-"""All parameters of a page of samples. FIELD stands for any field, for a bound one with numbers."""
-
-GROUPS_PARAMETERS = ("step", "validate", *_PAGE)
-"""All parameters of a page of groups."""
 
 
 def component(name: str) -> str:
@@ -68,25 +60,6 @@ def value_of(name: str) -> str:
 
 def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def check_parameters(query: Mapping[str, str], known: Collection[str]) -> None:
-    """Check that a request has known parameters only.
-
-    Args:
-        query: the parameters of the request.
-        known: the names of the parameters; with ``where.FIELD``, all names that begin with ``where.`` are known, and
-            in the same way with ``min.FIELD`` and ``max.FIELD``.
-
-    Raises:
-        ConfigError: it has another one.
-    """
-    for name in query:
-        prefix, dot, _ = name.partition(".")
-        if name not in known and not (dot and f"{prefix}.FIELD" in known):
-            raise ConfigError(
-                f"Unknown parameter {name!r}{did_you_mean(name, known) or '.'} Parameters: {listing(known)}"
-            )
 
 
 def _json_of(name: str, known: Collection[str] = (*NUMBERS, *TEXTS, *FLAGS)) -> str | None:

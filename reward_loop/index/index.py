@@ -21,12 +21,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import duckdb
 
 from reward_loop._util.json import encode
-from reward_loop.errors import RewardLoopError
+from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.index import tables
 from reward_loop.index.filters import SampleFilter
 from reward_loop.records import SAMPLE, RecordsReader, check_version, parse_line
@@ -45,7 +45,6 @@ RECENT_S = 30.0
 """Seconds after the last new row for which a folder counts as growing."""
 
 
-_BLOCK = 64 * 1024
 _HEAD = 256
 
 
@@ -68,8 +67,8 @@ class Chunk(NamedTuple):
     """Where the lines are in the folder."""
 
 
-def new_lines(path: Path, start: int, at_most: int) -> Lines | None:
-    """Return the complete lines from an offset on; ``None`` if there are none, or the file does not exist.
+def new_lines(path: Path, start: int, at_most: int) -> bytes:
+    """Return the complete lines from an offset on; nothing if there are none, or the file does not exist.
 
     Args:
         path: the file.
@@ -78,30 +77,13 @@ def new_lines(path: Path, start: int, at_most: int) -> Lines | None:
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            end = _last_end(file, start, min(size, start + at_most))
-            if end == start and size > start + at_most:
-                end = _first_end(file, start + at_most) or start
+            file.seek(start)
+            content = file.read(at_most)
+            if b"\n" not in content:
+                content += file.readline()
     except FileNotFoundError:
-        return None
-    return Lines(path, start, end - start) if end > start else None
-
-
-def append(lines: Lines, output: BinaryIO) -> None:
-    """Append lines to an open file, which must not be buffered.
-
-    Raises:
-        OSError: the lines cannot be read or written.
-        EOFError: the file has become shorter.
-    """
-    with lines.path.open("rb") as file:
-        offset, end = lines.start, lines.start + lines.bytes
-        while offset < end:
-            # Writes past the buffer of `output`: bytes in it would be written later, in the wrong place.
-            sent = os.sendfile(output.fileno(), file.fileno(), offset, end - offset)
-            if not sent:
-                raise EOFError(f"{lines.path} has become shorter")
-            offset += sent
+        return b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def fingerprint(path: Path) -> bytes:
@@ -113,28 +95,6 @@ def fingerprint(path: Path) -> bytes:
         return b""
     # An incomplete line may still grow, and would not be the same afterwards.
     return line if line.endswith(b"\n") or len(line) == _HEAD else b""
-
-
-def _last_end(file: BinaryIO, start: int, end: int) -> int:
-    """Return the end of the last line that ends between two offsets; `start` if none does."""
-    while end > start:
-        begin = max(start, end - _BLOCK)
-        file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return start
-
-
-def _first_end(file: BinaryIO, start: int) -> int | None:
-    """Return the end of the line at an offset; ``None`` if it is incomplete."""
-    file.seek(start)
-    while block := file.read(_BLOCK):
-        found = block.find(b"\n")
-        if found >= 0:
-            return file.tell() - len(block) + found + 1
-    return None
 
 
 _ALL = SampleFilter()
@@ -318,27 +278,23 @@ class Index:
 
     def _copy_chunks(self, directory: Path, known: Mapping[str, int]) -> list[Chunk]:
         """Copy the next lines of files into chunks of up to `CHUNK` bytes."""
-        chunks = list[Chunk]()
-        while len(chunks) < self._together and (parts := self._new_parts(known)):
-            number = next(self._numbers)
-            chunks.append(Chunk(number, directory / f"{number}.jsonl", parts))
-            with chunks[-1].path.open("wb", buffering=0) as file:
-                for part in parts:
-                    append(part, file)
-            known = self._after(known, chunks[-1:])
-            if sum(part.bytes for part in parts) < CHUNK // 2:  # there is little more
+        chunks, read = list[Chunk](), dict(known)
+        for _ in range(self._together):
+            number, room, parts = next(self._numbers), CHUNK, list[Lines]()
+            copy = directory / f"{number}.jsonl"
+            with copy.open("wb") as file:
+                for path in self._row_files():
+                    start = read.get(self._name(path), 0)
+                    if room > 0 and (content := new_lines(path, start, room)):
+                        file.write(content)
+                        parts.append(Lines(path, start, len(content)))
+                        read[self._name(path)] = start + len(content)
+                        room -= len(content)
+            if parts:
+                chunks.append(Chunk(number, copy, parts))
+            if room > CHUNK // 2:  # there is little more
                 break
         return chunks
-
-    def _new_parts(self, known: Mapping[str, int]) -> list[Lines]:
-        """Return the next lines of files of the same kind of rows, up to `CHUNK` bytes."""
-        parts: list[Lines] = []
-        room = CHUNK
-        for path in self._row_files():
-            if room > 0 and (lines := new_lines(path, known.get(self._name(path), 0), room)) is not None:
-                parts.append(lines)
-                room -= lines.bytes
-        return parts
 
     def _load(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks to the tables, in one transaction if the memory suffices."""
@@ -419,6 +375,22 @@ def rows_of(cursor: duckdb.DuckDBPyConnection, query: str, parameters: Any = Non
     cursor.execute(query, parameters)
     names = [column[0] for column in cursor.description or ()]
     return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with duckdb.connect() as connection:
+            found = connection.execute("FROM read_parquet(?)", [str(path)])
+            names = [column[0] for column in found.description or ()]
+            while rows := found.fetchmany(1024):
+                yield from (dict(zip(names, row, strict=True)) for row in rows)
+    except duckdb.Error as error:
+        raise ConfigError(f"{path} cannot be read as parquet: {error}") from error
 
 
 _THREADS = 2

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reward_loop.index.index import Lines, new_lines
 from reward_loop.records import EVENTS, OVERLAP, PHASE, STEP, check_version, hidden_share, parse_line
 
 _HEAD = 64
@@ -88,7 +86,7 @@ class StepTimes:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / EVENTS
-        self._offsets: dict[Path, int] = {}
+        self._offsets: dict[Path, int] = defaultdict(int)
         self._open: dict[Path, list[Row]] = defaultdict(list)
         """The phases of each process since its last complete step."""
         self._steps: dict[int, Phase] = {}
@@ -106,10 +104,8 @@ class StepTimes:
             ConfigError: a newer version of the library has written the events.
         """
         for path in sorted(self._folder.glob("*.jsonl")):
-            if (lines := new_lines(path, self._offsets.get(path, 0), sys.maxsize)) is not None:
-                for event in _events(lines):
-                    self._add(path, event)
-                self._offsets[path] = lines.start + lines.bytes
+            for event in self._events(path):
+                self._add(path, event)
         return {step: self._times(step) for step in sorted(self._steps.keys() | self._overlaps.keys())}
 
     def _add(self, path: Path, event: Row) -> None:
@@ -136,15 +132,14 @@ class StepTimes:
         share = None if waiting is None or pending is None else hidden_share(waiting, pending)
         return {"phases": phases, "waiting_s": waiting, "pending_s": pending, "hidden_share": share}
 
-
-def _events(lines: Lines) -> Iterator[dict[str, Any]]:
-    """Yield the phases and overlaps in some lines. Rollouts, of which there may be millions, are not parsed."""
-    start, end = lines.start, lines.start + lines.bytes
-    with lines.path.open("rb") as file:
-        file.seek(start)
-        while start < end:
-            line = file.readline()
-            start += len(line)
-            if _WANTED.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
-                check_version(event.get("version", 0), lines.path)
-                yield event
+    def _events(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the new phases and overlaps of a file. Rollouts, of which there may be millions, are not parsed."""
+        with path.open("rb") as file:
+            file.seek(self._offsets[path])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offsets[path] += len(line)
+                if _WANTED.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
+                    check_version(event.get("version", 0), path)
+                    yield event

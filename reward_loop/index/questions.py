@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from string import Template
 from typing import Any
 
@@ -171,8 +171,9 @@ def run(index: Index) -> dict[str, Any]:
     kept = _kept(index)
 
     def counts(validate: bool) -> dict[str, Any] | None:
-        summary = _united([step for step in kept if step["validate"] is validate])
-        return {name: summary[name] for name in ("samples", "outcomes")} if summary["samples"] else None
+        parts = [step for step in kept if step["validate"] is validate]
+        outcomes = {str(name): sum(step["outcomes"][name] for step in parts) for name in Outcome}
+        return {"samples": sum(outcomes.values()), "outcomes": outcomes} if parts else None
 
     def united(name: str) -> list[str]:
         return sorted({one for step in kept for one in step.get(name) or ()})
@@ -289,58 +290,23 @@ def report(index: Index, by: str | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the field is unknown.
     """
-    kept = _kept(index)
-    spreads = {row.pop("validate"): row for row in index.rows(_WHOLE_SPREADS)}
-    if by == "step":
-        parts = [(step["step"], step) for step in kept]
-    elif by is not None:
-        with index.cursor() as cursor:
-            found = _summaries(cursor, value_of(by), "samples")
-        parts = [(_plain(value, by), {**summary, "validate": kind}) for (value, kind), summary in found.items()]
-    parts = [] if by is None else [(value, summary) for value, summary in parts if value is not None]
-    if by is not None and kept and not parts:
+    with index.cursor() as cursor:
+        whole = {validate: summary for (_, validate), summary in _summaries(cursor, "NULL", "samples").items()}
+        found = {} if by is None else _summaries(cursor, value_of(by), "samples")
+    parts = [(_plain(value, by), validate, part) for (value, validate), part in found.items() if value is not None]
+    if by is not None and whole and not parts:
         raise ConfigError(f"--group-by: no sample has {by}. Components: {listing(run(index)['components'])}")
     parts.sort(key=lambda part: _rank(part[0]))
 
     def of(validate: bool) -> dict[str, Any]:
-        summary = _united([step for step in kept if step["validate"] is validate])
-        summary |= {name: _named(spread) for name, spread in spreads.get(validate, {}).items()}
-        summary |= overview(index, validate)
+        summary = _public(whole.get(validate, empty_summary())) | overview(index, validate)
         summary["judges"] = judges(index, SampleFilter().also("validate = ?", validate))
         if by is not None:
-            chosen = [{"value": value, **part} for value, part in parts if part["validate"] is validate]
-            summary |= {"by": by, "parts": [_public(part) for part in chosen]}
+            chosen = [{"value": value, **_public(part)} for value, kind, part in parts if kind is validate]
+            summary |= {"by": by, "parts": chosen}
         return summary
 
-    return {**of(False), "validation": of(True) if True in spreads else None}
-
-
-_WHOLE_SPREADS = f"""
-SELECT validate, {_spread("score")} AS score, {_spread("reward")} AS reward FROM samples GROUP BY validate
-"""
-
-
-def _united(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of the samples of several summaries, without what needs the single numbers."""
-    found = empty_summary()
-    for name in _COUNTED:
-        found[name] = sum(summary[name] for summary in summaries)
-    found["outcomes"] = {str(name): sum(summary["outcomes"][name] for summary in summaries) for name in Outcome}
-    costs = [summary["reported_cost"] for summary in summaries if summary["reported_cost"] is not None]
-    found["reported_cost"] = math.fsum(costs) if costs else None
-    for name in sorted({name for summary in summaries for name in summary["components"]}):
-        found["components"][name] = _united_spread(
-            [summary["components"][name] for summary in summaries if name in summary["components"]]
-        )
-    return {name: value for name, value in found.items() if name not in ("total_s", "judge_s", "response_length")}
-
-
-def _united_spread(spreads: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    count = sum(spread["count"] for spread in spreads)
-    mean = math.fsum(spread["count"] * spread["mean"] for spread in spreads) / count
-    squares = math.fsum(spread["count"] * (spread["std"] ** 2 + (spread["mean"] - mean) ** 2) for spread in spreads)
-    low, high = min(spread["min"] for spread in spreads), max(spread["max"] for spread in spreads)
-    return {"count": count, "mean": mean, "std": math.sqrt(squares / count), "min": low, "max": high}
+    return {**of(False), "validation": of(True) if True in whole else None}
 
 
 def _public(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,10 +318,10 @@ def empty_report() -> dict[str, Any]:
     return {**empty_summary(), "causes": [], "judges": [], "validation": None}
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any, name: str | None) -> Any:
     """Return a value of a field; those of components are JSON texts in the index, and JSON values here."""
     try:
-        found = orjson.loads(value) if name.startswith("components.") else value
+        found = orjson.loads(value) if str(name).startswith("components.") else value
     except orjson.JSONDecodeError:
         return value
     return value if found is None else found  # the text "null"

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -32,8 +29,8 @@ from reward_loop._util.json import encode, look_up
 from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, listing, rounded, shorten
-from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.index.filters import SampleFilter
 from reward_loop.managers.scorer import Scorer, load_scorer, scored, scores_groups
 from reward_loop.offline import cli_options
 from reward_loop.offline.attacks import KINDS, AttackedRow, rows_of, same, texts_of
@@ -148,16 +145,34 @@ class Recorded:
     """Recorded answers, chosen by chance, and what was seen of the others."""
 
     rows: list[Row]
-    samples: int = 0
+    samples: int
     """The scored samples of the records."""
-    latest: float = 0.0
+    latest: float
     """The time of the last of them."""
-    with_texts: int = 0
+    with_texts: int
     """Those of them whose texts the records still have."""
-    low: float = math.inf
-    high: float = -math.inf
-    address: str | None = None
+    low: float
+    high: float
+    """The bounds of all recorded scores."""
+    address: str | None
     """``host:port`` of the run's judge: of the last answer through the router, else the only address that was asked."""
+
+
+_SCORED = "outcome = 'scored' AND score IS NOT NULL"
+_COUNTS = f"""
+SELECT count(*) FILTER (time > $after) AS samples, coalesce(max(time), 0) AS latest,
+    count(*) FILTER (time > $after AND list_contains($left, text_file)) AS with_texts,
+    coalesce(min(score), 0) AS low, coalesce(max(score), 0) AS high
+FROM samples WHERE {_SCORED}
+"""
+_CHOSEN = f"""
+SELECT id FROM samples WHERE {_SCORED} AND time > $after AND list_contains($left, text_file)
+ORDER BY hash(id) LIMIT $count
+"""
+_ASKED = """
+SELECT regexp_extract(url, '^http://([^/]+)', 1) AS address, bool_or(backend IS NOT NULL) AS is_routed
+FROM exchanges GROUP BY address ORDER BY is_routed DESC, max(sample) DESC
+"""
 
 
 def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
@@ -168,32 +183,17 @@ def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
     """
     from reward_loop.index.index import open_index  # it imports DuckDB
 
-    reader, chance, found = RecordsReader(folder), random.Random(0), Recorded([])
-    chosen = list[dict[str, Any]]()
-    # Whole files are deleted, the oldest first; they are not read here: a run may have millions of samples.
-    left = {path.relative_to(folder).as_posix() for path in (folder / TEXTS).glob("*.jsonl")}
-    routed, asked = (0.0, ""), set[str]()
+    reader = RecordsReader(folder)
+    # Whole files are deleted, the oldest first.
+    left = [path.relative_to(folder).as_posix() for path in (folder / TEXTS).glob("*.jsonl")]
     with open_index(folder) as index:
-        for row in index.records():
-            for exchange in row.get("judges") or ():
-                url = urlsplit(str(exchange.get("url")))
-                asked.add(address := url.netloc if url.scheme == "http" else "")
-                routed = max(routed, (row["time"], address)) if exchange.get("backend") else routed
-            score = finite_number(row.get("score"))
-            if row["outcome"] != Outcome.SCORED or score is None:
-                continue
-            found.low, found.high = min(found.low, score), max(found.high, score)
-            if row["time"] <= after:
-                continue
-            found.samples, found.latest = found.samples + 1, max(found.latest, row["time"])
-            if row.get("text_file") in left:
-                found.with_texts += 1
-                place = len(chosen) if len(chosen) < count else chance.randrange(found.with_texts)
-                if place < count:
-                    chosen[place : place + 1] = [row]
-    found.address = routed[1] or (next(iter(asked)) if len(asked) == 1 else None) or None
-    found.rows = [recorded_row(reader, row, str(row.get("uid") or row.get("id"))) for row in chosen]
-    return found
+        (counts,) = index.rows(_COUNTS, {"after": after, "left": left})
+        ids = [row["id"] for row in index.rows(_CHOSEN, {"after": after, "left": left, "count": count})]
+        chosen = index.records(SampleFilter().also("list_contains(?, id)", ids))
+        rows = [recorded_row(reader, row, str(row.get("uid") or row["id"])) for row in chosen]
+        asked = index.rows(_ASKED)
+    address = asked[0]["address"] if asked and (asked[0]["is_routed"] or len(asked) == 1) else ""
+    return Recorded(rows, **counts, address=address or None)
 
 
 @dataclass(slots=True)
@@ -207,24 +207,12 @@ class ProbeResult:
     failed: int = 0
     share: float | None = None
     interval: tuple[float, float] | None = None
-    correlation: float | None = None
-    """Of both scores, where there are two."""
     example: str = ""
     """The shortest answer with a wrong verdict."""
     score: float | None = None
     """Its score."""
     is_problem: bool = False
     advice: str = ""
-
-    def add(self, result: RewardResult, is_wrong: bool, text: str) -> None:
-        """Add a verdict."""
-        if result.outcome is Outcome.FAILED:
-            self.failed += 1
-            return
-        self.answers += 1
-        self.wrong += is_wrong
-        if is_wrong and (self.wrong == 1 or len(text) < len(self.example)):
-            self.example, self.score = text, result.score
 
 
 @dataclass(slots=True)
@@ -244,75 +232,77 @@ class Audit:
     """The reference judge."""
     takes_reference: bool
     """Whether the function gets the ground truth."""
-    jobs: list[tuple[Probe, int, RewardSample]] = field(default_factory=list)
-    """The answers to score, each with its probe and the index of its row."""
-    results: dict[int, RewardResult] = field(default_factory=dict)
+    results: list[tuple[Probe, int, str, RewardResult]] = field(default_factory=list)
+    """For each answer: its probe, the index of its row, its text and its result."""
 
-    def __post_init__(self) -> None:
+    def jobs(self) -> Iterator[tuple[Probe, int, RewardSample]]:
+        """Yield the answers to score, each with its probe and the index of its row."""
         attacked = rows_of([(sample.ground_truth, "", sample.solution_str) for sample in self.samples])
         for index, sample in enumerate(self.samples):
-            self.jobs += [(probe, index, sample) for probe in (AGAIN, *([REFERENCE] if self.reference else []))]
+            yield AGAIN, index, sample
+            if self.reference is not None:
+                yield REFERENCE, index, sample
             has_reference = self.takes_reference and sample.ground_truth is not None
-            is_rewarded = self.scores[index] >= self.accept
             for probe in PROBES:
-                if (has_reference or not probe.needs_reference) and (is_rewarded or not probe.of_rewarded):
+                if (has_reference or not probe.needs_reference) and (
+                    self.scores[index] >= self.accept or not probe.of_rewarded
+                ):
                     for text in probe.make(attacked[index], index)[:1]:
                         # ``None`` remains: the records do not say whether answers were cut off.
-                        changed = replace(sample, solution_str=text, is_truncated=sample.is_truncated and False)
-                        self.jobs.append((probe, index, changed))
+                        truncated = sample.is_truncated and False
+                        yield probe, index, replace(sample, solution_str=text, is_truncated=truncated)
 
-    async def run(self, concurrency: int, on_row: Callable[[int, RewardResult | None], None]) -> None:
-        """Call the function, ``concurrency`` times at once.
+    async def run(self, on_row: Callable[[int, RewardResult | None], None]) -> None:
+        """Call the function, `CONCURRENCY` times at once.
 
         Raises:
             RewardLoopError: an error that stops a run; or all calls failed.
         """
 
-        async def call(job: int) -> None:
-            probe, _, sample = self.jobs[job]
+        async def call(job: tuple[Probe, int, RewardSample]) -> None:
+            probe, index, sample = job
             scorer = self.reference if probe is REFERENCE and self.reference is not None else self.scorer
-            self.results[job], _ = await scored(scorer.manager, replace(sample, group=None), sample.uid)
-            on_row(len(self.results), self.results[job])
+            result, _ = await scored(scorer.manager, replace(sample, group=None), sample.uid)
+            self.results.append((probe, index, sample.solution_str, result))
+            on_row(len(self.results), result)
 
-        await for_each(range(len(self.jobs)), concurrency, call)
-        if all(result.outcome is Outcome.FAILED for result in self.results.values()):
-            raise RewardLoopError(f"all {len(self.results)} calls failed. {self.results[0].error}")
+        await for_each(self.jobs(), CONCURRENCY, call)
+        if all(result.outcome is Outcome.FAILED for *_, result in self.results):
+            raise RewardLoopError(f"all {len(self.results)} calls failed. {self.results[0][-1].error}")
 
     def findings(self, fail_above: float) -> list[ProbeResult]:
         """Return what was found; a share above ``fail_above`` is a problem."""
         probes = [*PROBES, *([REFERENCE] if self.reference else []), *([LABELS] if self.labels else [])]
         found = {probe.name: ProbeResult(probe.name) for probe in probes}
-        pairs: dict[str, list[tuple[float, float]]] = {probe.name: [] for probe in probes}
-        for probe, text, result, is_wrong, other in self._verdicts():
-            found[probe.name].add(result, is_wrong, text)
-            if result.score is not None and other is not None:
-                pairs[probe.name].append((result.score, other))
+        for probe, text, result, is_wrong in self._verdicts():
+            one = found[probe.name]
+            one.failed += result.outcome is Outcome.FAILED
+            one.answers += result.outcome is not Outcome.FAILED
+            if is_wrong and result.outcome is not Outcome.FAILED:
+                one.wrong += 1
+                if one.wrong == 1 or len(text) < len(one.example):
+                    one.example, one.score = text, result.score
         for probe in probes:
             one = found[probe.name]
-            with contextlib.suppress(statistics.StatisticsError):  # fewer than two, or all equal
-                one.correlation = statistics.correlation(*([pair[i] for pair in pairs[probe.name]] for i in (0, 1)))
             if one.answers:
                 one.share, one.interval = one.wrong / one.answers, wilson(one.wrong, one.answers)
                 one.is_problem = one.share > fail_above
                 one.advice = probe.advice if one.is_problem else ""
         return list(found.values())
 
-    def _verdicts(self) -> Iterator[tuple[Probe, str, RewardResult, bool, float | None]]:
-        """Yield each answer with its result, whether the verdict is wrong, and the score it is compared with."""
-        asked = [self.results[job].score for job, (probe, *_) in enumerate(self.jobs) if probe is REFERENCE]
+    def _verdicts(self) -> Iterator[tuple[Probe, str, RewardResult, bool]]:
+        """Yield each answer with its result, and whether the verdict is wrong."""
         # The scales of the reference judge and of the labels may be other ones.
+        asked = [result.score for probe, *_, result in self.results if probe is REFERENCE]
         of_reference, of_labels = middle(asked, self.accept), middle(self.labels, 0.5)
-        for job, (probe, index, sample) in enumerate(self.jobs):
-            result, text, known = self.results[job], sample.solution_str, self.scores[index]
+        for probe, index, text, result in self.results:
             level = of_reference if probe is REFERENCE else self.accept
             # No score where there was one is another verdict, too.
             accepted = None if result.score is None else result.score >= level
-            if probe not in (AGAIN, REFERENCE):
-                yield probe, text, result, accepted is True, None
-                continue
-            yield probe, text, result, accepted != (known >= self.accept), known
+            is_same = probe in (AGAIN, REFERENCE)
+            yield probe, text, result, accepted != (self.scores[index] >= self.accept) if is_same else accepted is True
             if probe is AGAIN and self.labels and (label := self.labels[index]) is not None:
-                yield LABELS, text, result, accepted != (label >= of_labels), label
+                yield LABELS, text, result, accepted != (label >= of_labels)
 
 
 def middle(scores: Sequence[float | None], otherwise: float) -> float:
@@ -322,26 +312,22 @@ def middle(scores: Sequence[float | None], otherwise: float) -> float:
     return (low + high) / 2 if low < high else otherwise
 
 
+CONCURRENCY = 8
+"""The number of answers that are scored at a time."""
 _FOLLOW_S = 30.0
 """The seconds between two looks at the records of a run."""
 _ACCEPT_HELP = (
     "The score from which an answer counts as accepted. Default: the middle between the lowest and the highest "
     "recorded score."
 )
-_ADDRESS_HELP = "Passed to functions as [cyan]reward_router_address[/]. Default: the judge's address in the records."
 
 
 def audit(
     context: typer.Context,
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DIR FUNCTION",
-            help="A folder of records, such as checkpoints/.../rewards, and the reward function, that of the run or "
-            "another one: [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge.",
-            show_default=False,
-        ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder of records, such as checkpoints/.../rewards.")
     ],
+    function: cli_options.Function,
     rows: Annotated[int, typer.Option(min=1, help="Recorded answers to use, chosen by chance.")] = 50,
     accept: Annotated[float | None, typer.Option(help=_ACCEPT_HELP, show_default=False)] = None,
     fail_above: Annotated[
@@ -354,13 +340,9 @@ def audit(
     reference_judge: Annotated[
         str | None, typer.Option(metavar="FUNCTION", help="A function to compare the recorded scores with.")
     ] = None,
-    reference_kwarg: cli_options.RewardKwargs = None,
-    judge_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help=_ADDRESS_HELP, show_default=False)
-    ] = None,
+    router_address: cli_options.RouterAddress = None,
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
-    concurrency: Annotated[int, typer.Option(min=1, help="Answers that are scored at a time.")] = 8,
     option: cli_options.MoreOptions = None,
     follow: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Repeat it with each N new scored answers, until Ctrl-C.")
@@ -386,81 +368,72 @@ def audit(
     Exit status: 0 no problems, 1 a share is above --fail-above, or all calls
     failed, 2 wrong usage, 130 Ctrl-C.
     """
-    fn, folders = cli_options.function_and_files(arguments)
-    if fn is None or len(folders) != 1:
-        raise ConfigError("name the folder of the records and the function: reward-loop audit DIR FUNCTION")
-    given = {"max_threads": concurrency, **cli_options.more_options(context, option)}
-    options = parse(RewardLoopConfig, given, cli_options.option_name)
+    options = cli_options.config(context, option, {"max_threads": CONCURRENCY})
     # A wrong verdict is what the audit is to find, so it must not end it; and an audit leaves no records.
     update = {"max_failed_share": 1.0, "on_failed": "mask", "on_unscored": "mask", "log_dir": None}
     options = options.model_copy(update=update)
     kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    reference_kwargs = cli_options.values(reference_kwarg, "--reference-kwarg")
 
-    def once(after: float, stdout: Any) -> tuple[bool, float]:
+    def once(after: float, stdout: Any, stack: contextlib.ExitStack) -> tuple[bool, float]:
         """Audit answers later than ``after``; return whether there are problems, and the time of the last answer."""
-        with contextlib.ExitStack() as stack:
-            recorded = read(Path(folders[0]), rows, after)
-            address = judge_address or recorded.address
+        recorded = read(folder, rows, after)
+        address = router_address or recorded.address
 
-            def load(spec: str, kwargs: dict[str, Any]) -> Scorer:
-                scorer = load_scorer(spec, manager, options, reward_kwargs=kwargs, router_address=address)
-                stack.callback(scorer.function.close)
-                if scores_groups(scorer.manager):
-                    raise ConfigError(
-                        f"{spec} scores groups, and an answer by itself has no verdict: it is not audited"
-                    )
-                if address is None and "reward_router_address" in scorer.requires:
-                    raise ConfigError(f"--judge-address: {spec} needs it, and the records name no judge's address")
-                return scorer
+        def load(spec: str, kwargs: dict[str, Any]) -> Scorer:
+            scorer = load_scorer(spec, manager, options, reward_kwargs=kwargs, router_address=address)
+            stack.callback(scorer.function.close)
+            if scores_groups(scorer.manager):
+                raise ConfigError(f"{spec} scores groups, and an answer by itself has no verdict: it is not audited")
+            if address is None and "reward_router_address" in scorer.requires:
+                raise ConfigError(f"--router-address: {spec} needs it, and the records name no judge's address")
+            return scorer
 
-            scorer = load(fn, kwargs)
-            reference = None if reference_judge is None else load(reference_judge, reference_kwargs)
-            of_lists = getattr(scorer.manager, "function_type", None) is ListScoringFunction
-            target = resolve(scorer.loaded, kwargs, of_lists=of_lists)
-            fields = Fields(requires=scorer.requires | (reference.requires if reference else frozenset()))
-            about = f"{folders[0]}: {recorded.with_texts:,} of {counted(recorded.samples, 'scored sample')} have texts"
-            check_fields(recorded.rows, about, fields)
-            pairs = [(row, sample) for row in recorded.rows if (sample := fields.to_sample(row)).error is None]
-            if not pairs:
-                raise ConfigError(f"{about}: there is no answer to audit")
-            labels = [finite_number(look_up(row.columns, label)) for row, _ in pairs] if label is not None else []
-            if label is not None and not any(one is not None for one in labels):
-                raise ConfigError(f"--label {label}: no row has a number there. Fields: {listing(pairs[0][0].columns)}")
-            level = middle([recorded.low, recorded.high], math.nan) if accept is None else accept
-            if math.isnan(level):
-                raise ConfigError(f"all recorded scores are {recorded.low:g}: name the lowest accepted one by --accept")
-            err = console(stderr=True)
-            if judge_address is None and address is not None and "reward_router_address" in target.passes:
-                err.print(escape(f"The judge's address in the records is {address}: another one by --judge-address."))
-            samples, scores = [sample for _, sample in pairs], [float(row.columns["score"]) for row, _ in pairs]
-            made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes)
-            with contextlib.chdir("."):
-                run(made.run(concurrency, ScoringProgress(err).completed))
-            found = made.findings(fail_above)
-            problems = [one for one in found if one.is_problem]
-            seen = {
-                "samples": recorded.samples,
-                "with_texts": recorded.with_texts,
-                "audited": len(pairs),
-                "accept": level,
-            }
-            if as_json:
-                probes = [asdict(one) for one in found]
-                stdout.write(encode({**seen, "problems": len(problems), "probes": probes}).decode() + "\n")
-            else:
-                out = console(stdout)
-                out.print(escape(f"{about} ({recorded.with_texts / recorded.samples:.0%}), {len(pairs)} audited"))
-                out.print(f"accepted: a score of {rounded(level)} or more")
-                _show(found, out)
-            return bool(problems), recorded.latest
+        scorer = load(function, kwargs)
+        reference = None if reference_judge is None else load(reference_judge, {})
+        of_lists = getattr(scorer.manager, "function_type", None) is ListScoringFunction
+        target = resolve(scorer.loaded, kwargs, of_lists=of_lists)
+        fields = Fields(requires=scorer.requires | (reference.requires if reference else frozenset()))
+        about = f"{folder}: {recorded.with_texts:,} of {counted(recorded.samples, 'scored sample')} have texts"
+        check_fields(recorded.rows, about, fields)
+        pairs = [(row, sample) for row in recorded.rows if (sample := fields.to_sample(row)).error is None]
+        if not pairs:
+            raise ConfigError(f"{about}: there is no answer to audit")
+        labels = [finite_number(look_up(row.columns, label)) for row, _ in pairs] if label is not None else []
+        if label is not None and not any(one is not None for one in labels):
+            raise ConfigError(f"--label {label}: no row has a number there. Fields: {listing(pairs[0][0].columns)}")
+        level = middle([recorded.low, recorded.high], math.nan) if accept is None else accept
+        if math.isnan(level):
+            raise ConfigError(f"all recorded scores are {recorded.low:g}: name the lowest accepted one by --accept")
+        err = console(stderr=True)
+        if router_address is None and address is not None and "reward_router_address" in target.passes:
+            err.print(escape(f"The judge's address in the records is {address}: another one by --router-address."))
+        samples, scores = [sample for _, sample in pairs], [float(row.columns["score"]) for row, _ in pairs]
+        made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes)
+        with contextlib.chdir("."):
+            run(made.run(ScoringProgress(err).completed))
+        found = made.findings(fail_above)
+        problems = sum(one.is_problem for one in found)
+        if as_json:
+            seen = {"samples": recorded.samples, "with_texts": recorded.with_texts, "audited": len(pairs)}
+            probes = [asdict(one) for one in found]
+            stdout.write(encode({**seen, "accept": level, "problems": problems, "probes": probes}).decode() + "\n")
+        else:
+            out = console(stdout)
+            out.print(escape(f"{about} ({recorded.with_texts / recorded.samples:.0%}), {len(pairs)} audited"))
+            out.print(f"accepted: a score of {rounded(level)} or more")
+            _show(found, out)
+        return problems > 0, recorded.latest
 
+    problems, latest = False, 0.0
     with reserve_stdout() as stdout:
-        problems, latest = once(0.0, stdout)
-        while follow is not None:
+        while True:
+            with contextlib.ExitStack() as stack:
+                problems, latest = once(latest, stdout, stack)
+            if follow is None:
+                break
             time.sleep(_FOLLOW_S)
-            if read(Path(folders[0]), 0, latest).samples >= follow:
-                problems, latest = once(latest, stdout)
+            while read(folder, 0, latest).samples < follow:
+                time.sleep(_FOLLOW_S)
     if problems:
         raise typer.Exit(1)
 
@@ -471,11 +444,11 @@ def _show(found: Sequence[ProbeResult], out: Console) -> None:
         share, interval = "no verdict" if one.failed else "no row fits", "-"
         if one.share is not None and one.interval is not None:
             share, interval = f"{one.share:.0%}", "{:.0%} to {:.0%}".format(*one.interval)
-        rows.append((one.probe, one.answers, one.wrong, share, interval, one.failed, one.correlation))
-    show_table(("probe", "verdicts", "wrong", "share", "95 % interval", "failed calls", "correlation"), rows, out)
+        rows.append((one.probe, one.answers, one.wrong, share, interval, one.failed))
+    show_table(("probe", "verdicts", "wrong", "share", "95 % interval", "failed calls"), rows, out)
     out.print()
     problems = [one for one in found if one.is_problem]
     for one in problems:
         score = "unscored" if one.score is None else f"scores {rounded(one.score)}"
         out.print(f"[bold red]{one.probe}:[/] {escape(f'{one.advice}. {shorten(one.example, 60)}: {score}')}")
-    out.print(f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
+    out.print(f"{counted(len(problems), 'problem') if problems else 'no problems'} found")

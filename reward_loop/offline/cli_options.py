@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from reward_loop.config import RewardLoopConfig, parse
+
+Function = Annotated[
+    str,
+    typer.Argument(
+        metavar="FUNCTION",
+        help="The reward function: [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge such as "
+        "[cyan]judge:rubric[/].",
+        show_default=False,
+    ),
+]
+Rollouts = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="The rollouts: JSONL, parquet by its suffix, or a folder of records.",
+        show_default=False,
+    ),
+]
 FieldPaths = Annotated[
     list[str] | None,
     typer.Option(
@@ -21,7 +41,6 @@ FieldPaths = Annotated[
         "part. Repeatable.",
     ),
 ]
-DataSource = Annotated[str | None, typer.Option(help="The data source of all rows.")]
 RewardKwargs = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,26 +76,6 @@ MoreOptions = Annotated[
 ]
 
 
-def function_and_files(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate the reward function from the files in the arguments of a command; their order does not matter.
-
-    The function ends in ``.py``, or has a colon and is neither an existing file nor a URL.
-
-    Raises:
-        typer.BadParameter: several functions are given.
-    """
-    functions = [one for one in arguments if _is_function(one)]
-    if len(functions) > 1:
-        raise typer.BadParameter(f"several functions are given: {', '.join(functions)}", param_hint="FUNCTION")
-    return (functions[0] if functions else None), [one for one in arguments if one not in functions]
-
-
-def _is_function(argument: str) -> bool:
-    if argument.endswith(".py") or argument.startswith("pkg://"):
-        return True
-    return ":" in argument and "://" not in argument and not os.path.exists(argument)
-
-
 def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
     """Parse the values of a repeatable option of the form ``NAME=VALUE``.
 
@@ -107,28 +106,23 @@ def more_options(context: typer.Context, items: Sequence[str] | None) -> dict[st
             or an option of the command with this name is given, too, such as ``--timeout 10 -O timeout=5``.
     """
     found: dict[str, Any] = {}
-    for path, value in values(items, "--option").items():
-        *groups, name = path.split(".")
-        group = found
-        for part in groups:
-            group = group.setdefault(part, {})
-            if not isinstance(group, dict):
-                break
-        if not isinstance(group, dict) or name in group:
+    options = values(items, "--option")
+    for path, value in options.items():
+        if any(other.startswith(f"{path}.") for other in options):
             raise typer.BadParameter(f"{path} contradicts another option: remove one of them", param_hint="--option")
-        group[name] = value
-    for name, value in found.items():
-        source = context.get_parameter_source(name)
+        source = context.get_parameter_source(path)
         if source is not None and source.name == "COMMANDLINE":
-            flag = f"--{name.replace('_', '-')}"
-            message = f"{flag}={context.params[name]} and -O {name}={value} set the same option: give one of them"
+            flag = f"--{path.replace('_', '-')}"
+            message = f"{flag}={context.params[path]} and -O {path}={value} set the same option: give one of them"
             raise typer.BadParameter(message, param_hint=flag)
+        *groups, name = path.split(".")
+        functools.reduce(lambda group, part: group.setdefault(part, {}), groups, found)[name] = value
     return found
 
 
-def option_name(path: str) -> str:
-    """Return the name of an option of the reward loop in messages, from its dotted path."""
-    return f"--option {path}"
+def config(context: typer.Context, items: Sequence[str] | None, given: Mapping[str, Any]) -> RewardLoopConfig:
+    """Return the options of the reward loop: those that are given, and those that ``--option`` sets."""
+    return parse(RewardLoopConfig, {**given, **more_options(context, items)}, lambda path: f"-O {path}")
 
 
 def json_or_text(value: str) -> Any:

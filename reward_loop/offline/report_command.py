@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,8 @@ from reward_loop._util.text import counted, rounded
 from reward_loop.errors import ConfigError
 from reward_loop.records import NoRecordsError, health, hidden_share
 
-_CAUSES = 5
-"""The largest number of causes that are printed of each outcome."""
-
-_PARTS = 30
-"""The largest number of rows of a table, and of warnings."""
+_ROWS = 30
+"""The largest number of rows of a table."""
 
 _SPREAD = ("mean", "std", "min", "p50", "p95", "max")
 
@@ -84,8 +81,7 @@ def report(
         print(encode({**found, "overlap": overlap, "warnings": warnings}).decode())
     else:
         show_report(found, out)
-        _show_overlap(overlap, out)
-        _show_warnings(warnings, out)
+        _show_run(overlap, warnings, out)
     if incomplete:
         console(stderr=True).print(
             f"note: {counted(incomplete, 'incomplete line')} left out: of processes that were killed, or that "
@@ -108,63 +104,57 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def show_report(found: Values, out: Console) -> None:
     """Print a summary of `questions.report`, training and validation apart."""
     validation = found["validation"]
-    if validation is None or found["samples"]:
+    parts = [("Training", found)] if found["samples"] or validation is None else []
+    for name, part in [*parts, *([("Validation", validation)] if validation is not None else [])]:
         if validation is not None:
-            out.print("[bold]Training[/]")
-        _show_samples(found, out)
-    if validation is not None:
-        out.print("\n[bold]Validation[/]" if found["samples"] else "[bold]Validation[/]")
-        _show_samples(validation, out)
+            out.print(f"[bold]{name}[/]")
+        _show_samples(part, out)
 
 
 def _show_samples(found: Values, out: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_row("samples", str(found["samples"]))
     table.add_row("outcomes", outcomes_of(found))
-    table.add_row("score", _spread(found["score"]))
-    table.add_row("reward", _spread(found["reward"]))
+    for name in ("score", "reward"):
+        values = ", ".join(f"{one} {_number(found[name][one])}" for one in _SPREAD)
+        table.add_row(name, f"{values}, of {found[name]['count']}")
     table.add_row("masked", str(found["masked"]))
     if found["stopped"]:
         table.add_row("stopped", f"{found['stopped']}, without a reward: the policy ended the run")
     if found["reported_cost"] is not None:
         table.add_row("cost", f"{rounded(found['reported_cost'])}, as reported by functions")
     out.print(table)
-    for outcome in ("failed", "unscored"):
-        _show_causes(outcome, [cause for cause in found["causes"] if cause["outcome"] == outcome], out)
-    if found["components"]:
-        columns = ("count", "mean", "std", "min", "max")
-        rows = [(name, *map(values.get, columns)) for name, values in found["components"].items()]
-        show_table(("component", *columns), rows, out)
+    for cause in found["causes"][:_ROWS]:
+        out.print(f"- {counted(cause['count'], 'sample')} {cause['outcome']}, first: {escape(cause['example'])}")
+    columns = ("count", "mean", "std", "min", "max")
+    rows = [(name, *map(values.get, columns)) for name, values in found["components"].items()]
+    show_table(("component", *columns), rows, out)
     if found["groups"]:
         out.print(
             f"\n{counted(found['groups'], 'group')}: {found['zero_variance']} with equal rewards, "
             f"{found['all_failed']} without a reward, {found['partly_failed']} with a reward for some samples only"
         )
-    _show_judges(found["judges"], out)
+    show_table(("judge", *_JUDGES), map(_judge, found["judges"]), out)
     if "parts" in found:
-        _show_parts(found, out)
+        show_table((found["by"], *_OF_PART), map(_part, found["parts"]), out)
+    out.print()
 
 
-def _show_overlap(overlap: Sequence[Values], out: Console) -> None:
-    """Print the share of judging that was hidden, over all steps and in the last one."""
-    if not overlap:
-        return
-    waiting, pending = (math.fsum(step[name] for step in overlap) for name in ("waiting_s", "pending_s"))
-    shares = [hidden_share(waiting, pending), overlap[-1]["hidden_share"]]
-    total, last = ("nothing was pending" if share is None else f"{share:.1%}" for share in shares)
-    out.print(f"\njudging hidden: {total} in {counted(len(overlap), 'step')}, {last} in the last one")
+_JUDGES = ("requests", "errors", "no\nverdict", "asked\nagain", "p50 s", "p95 s", "max s", "tokens")
+_OF_PART = ("samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward")
 
 
-def _show_warnings(warnings: Sequence[Values], out: Console) -> None:
-    """Print the warnings of the live numbers."""
-    if not warnings:
-        return
-    out.print(f"\n{counted(len(warnings), 'warning')} of the live numbers (reward_loop.health):")
-    for warning in warnings[:_PARTS]:
-        step = "" if warning["step"] is None else f"step {warning['step']}, "
-        message = f"{step}{warning['monitor']}: {warning['message']}"
-        out.print(f"- {escape(message)}")
-    _note_more(warnings, out)
+def _judge(judge: Values) -> tuple[Any, ...]:
+    name = " ".join(filter(None, map(judge.get, ("model", "backend", "function"))))
+    shares = (f"{judge[key] / judge['requests']:.1%}" for key in ("errors", "no_verdict", "asked_again"))
+    times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
+    return name, judge["requests"], *shares, *times, f"{judge['prompt_tokens'] + judge['completion_tokens']:,}"
+
+
+def _part(part: Values) -> tuple[Any, ...]:
+    outcomes = (part["outcomes"][name] for name in ("scored", "unscored", "failed"))
+    score, reward = part["score"], part["reward"]
+    return part["value"], part["samples"], *outcomes, score["mean"], score["std"], reward["mean"]
 
 
 def outcomes_of(found: Values) -> str:
@@ -173,46 +163,15 @@ def outcomes_of(found: Values) -> str:
     return ", ".join(f"{counts[name]} {name}" for name in sorted(counts) if counts[name]) or "none"
 
 
-def _spread(values: Values) -> str:
-    if not values["count"]:
-        return "none"
-    return ", ".join(f"{name} {rounded(values[name])}" for name in _SPREAD) + f", of {values['count']}"
-
-
-def _show_causes(outcome: str, causes: Sequence[Values], out: Console) -> None:
-    if not causes:
-        return
-    out.print(f"\n{sum(cause['count'] for cause in causes)} {outcome}, of {counted(len(causes), 'cause')}:")
-    for cause in causes[:_CAUSES]:
-        out.print(f"- {counted(cause['count'], 'time')}, first: {escape(cause['example'])}")
-    if len(causes) > _CAUSES:
-        out.print(f"- and {counted(len(causes) - _CAUSES, 'other cause')}")
-
-
-def _show_judges(judges: Sequence[Values], out: Console) -> None:
-    models = [judge["model"] for judge in judges]
-    columns = ["judge", "requests", "errors", "no\nverdict", "asked\nagain", "p50 s", "p95 s", "max s", "tokens"]
-    rows = []
-    for judge in judges:
-        is_alone = models.count(judge["model"]) == 1
-        name = judge["model"] if is_alone else " ".join(filter(None, map(judge.get, ("model", "backend", "function"))))
-        shares = [f"{judge[key] / judge['requests']:.1%}" for key in ("errors", "no_verdict", "asked_again")]
-        times = (judge["seconds"][key] for key in ("p50", "p95", "max"))
-        tokens = f"{judge['prompt_tokens'] + judge['completion_tokens']:,}"
-        rows.append((name, judge["requests"], *shares, *times, tokens))
-    if rows:
-        show_table(columns, rows, out)
-
-
-def _show_parts(found: Values, out: Console) -> None:
-    rows = []
-    for part in found["parts"][:_PARTS]:
-        outcomes = (part["outcomes"][name] for name in ("scored", "unscored", "failed"))
-        means = part["score"]["mean"], part["score"]["std"], part["reward"]["mean"]
-        rows.append((part["value"], part["samples"], *outcomes, *means))
-    columns = ["samples", "scored", "unscored", "failed", "mean\nscore", "std", "mean\nreward"]
-    show_table((found["by"], *columns), rows, out)
-    _note_more(found["parts"], out)
+def _show_run(overlap: Sequence[Values], warnings: Sequence[Values], out: Console) -> None:
+    """Print the share of judging that was hidden, over all steps and in the last one, and the latest warnings."""
+    if overlap:
+        waiting, pending = (math.fsum(step[name] for step in overlap) for name in ("waiting_s", "pending_s"))
+        shares = [hidden_share(waiting, pending), overlap[-1]["hidden_share"]]
+        total, last = ("nothing was pending" if share is None else f"{share:.1%}" for share in shares)
+        out.print(f"judging hidden: {total} in {counted(len(overlap), 'step')}, {last} in the last one")
+    for one in warnings[-_ROWS:]:
+        out.print(f"- warning of step {one['step']}, {one['monitor']}: {escape(one['message'])}")
 
 
 def show_comparison(found: Values, folders: Sequence[Path], out: Console) -> None:
@@ -229,42 +188,38 @@ def show_comparison(found: Values, folders: Sequence[Path], out: Console) -> Non
         )
     else:
         out.print("no sample is in both: the means of different samples are compared")
-    columns = ("mean\nA", "mean\nB", "B - A", "95 % interval", "scores\nA", "scores\nB")
     rows = [
         (
             *("all" if part is found else part["value"], part["mean_a"], part["mean_b"], part["difference"]),
             *(None if part["interval"] is None else " to ".join(map(rounded, part["interval"])),),
             *(part["scored_a"], part["scored_b"]),
         )
-        for part in [found, *found["parts"][:_PARTS]]
+        for part in [found, *found["parts"]]
     ]
+    columns = ("mean\nA", "mean\nB", "B - A", "95 % interval", "scores\nA", "scores\nB")
     show_table((found["by"], *columns), rows, out)
-    _note_more(found["parts"], out)
-    if found["furthest"]:
-        names = ("sample", "a", "b", "difference")
-        furthest = [tuple(one[name] for name in names) for one in found["furthest"]]
-        show_table(("largest differences", "A", "B", "B - A"), furthest, out)
+    furthest = [(one["sample"], one["a"], one["b"], one["difference"]) for one in found["furthest"]]
+    show_table(("largest differences", "A", "B", "B - A"), furthest, out)
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], out: Console) -> None:
-    """Print a table of numbers, each row of which begins with its name."""
+def show_table(columns: Sequence[str], found: Iterable[Sequence[Any]], out: Console) -> None:
+    """Print a table of numbers, each row of which begins with its name; nothing without rows."""
+    if not (rows := list(found)):
+        return
     table = Table(box=None, pad_edge=False)
     table.add_column(escape(columns[0]), no_wrap=True)
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, *values in rows:
+    for name, *values in rows[:_ROWS]:
         # Before the table measures it: the console shows escapes, which are longer, and would be cut.
         table.add_row(escape(printable(str(name))), *map(_number, values))
     out.print()
     # On a narrow terminal, lines may be longer than it is wide: a cut name or number is another one.
     needed = Measurement.get(out, out.options.update(max_width=WIDE), table).maximum
     out.print(table, width=max(out.width, needed), soft_wrap=True)
+    if len(rows) > _ROWS:
+        out.print(f"and {len(rows) - _ROWS} more; --json prints all")
 
 
 def _number(value: float | str | None) -> str:
     return "-" if value is None else rounded(value) if isinstance(value, float) else str(value)
-
-
-def _note_more(items: Sequence[Any], out: Console) -> None:
-    if len(items) > _PARTS:
-        out.print(f"and {len(items) - _PARTS} more; --json prints all")

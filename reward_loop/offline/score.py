@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -28,8 +29,7 @@ from rich.markup import escape
 from reward_loop._util.json import encode, to_json
 from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
-from reward_loop._util.text import counted
-from reward_loop.config import RecordConfig, RewardLoopConfig, parse
+from reward_loop.config import RecordConfig
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import RewardLoopManagerBase
 from reward_loop.managers.failures import Failures, on_one_line
@@ -37,9 +37,9 @@ from reward_loop.managers.scorer import load_scorer, returns_results, scored
 from reward_loop.offline import cli_options
 from reward_loop.offline.inputs import Fields, Inputs, check_fields
 from reward_loop.offline.report_command import outcomes_of, show_report, summary_of
-from reward_loop.records import ActiveSample, NoRecordsError, RecordsReader, parse_line, records
+from reward_loop.records import ActiveSample, NoRecordsError, Records, RecordsReader, parse_line, records
 from reward_loop.scoring.load import source_hash
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 
 _err = console(stderr=True)
 
@@ -96,25 +96,20 @@ def score_rows(
     is_recording = returns_results(manager) and type(manager).score is RewardLoopManagerBase.score
     if isinstance(manager, RewardLoopManagerBase) and not is_recording:
         manager.records = None  # the only record of a sample is that of `_recorded`
+    call = scored if is_recording else functools.partial(_recorded, folder.writer)
 
     async def score(sample: RewardSample) -> None:
         nonlocal done
-        if is_recording:
-            result, _ = await scored(manager, sample, sample.uid)
-        else:
-            result = await _recorded(manager, sample, folder)
+        result, _ = await call(manager, sample, sample.uid)
         # The records are the only result: without them, further calls would be in vain.
         folder.check_written()
         done += 1
         on_row(done, result)
 
     async def score_together(samples: list[RewardSample]) -> None:
-        if len(samples) == 1:
-            await score(samples[0])
-        else:
-            async with asyncio.TaskGroup() as tasks:
-                for sample in samples:
-                    tasks.create_task(score(sample))
+        async with asyncio.TaskGroup() as tasks:
+            for sample in samples:
+                tasks.create_task(score(sample))
 
     with contextlib.chdir("."):  # a function in a thread may change the working directory
         run(for_each(units, at_once, score_together))
@@ -173,13 +168,12 @@ async def for_each(items: Iterable[T], concurrency: int, call: Callable[[T], Awa
     raise stopped
 
 
-async def _recorded(manager: Any, sample: RewardSample, folder: ScoredFolder) -> RewardResult:
-    """Return the result of a manager that records no samples, or changes rewards after that, and record it."""
+async def _recorded(writer: Records, manager: Any, sample: RewardSample, name: object) -> tuple[RewardResult, Reward]:
+    """Score a sample with a manager that records none, or changes rewards after that, and record it."""
     with ActiveSample(sample, type(manager).__name__) as active:
-        result, _ = await scored(manager, sample, sample.uid)
-        result = replace(result, total_s=active.seconds)
-        folder.writer.write_sample(active, result)
-    return result
+        result, reward = await scored(manager, sample, name)
+        writer.write_sample(active, replace(result, total_s=active.seconds))
+    return result, reward
 
 
 class ScoringProgress:
@@ -251,35 +245,25 @@ class ScoredFolder:
                 process writes it.
         """
         path.mkdir(parents=True, exist_ok=True)
-        # The folder itself is locked, so no file is left behind; the kernel ends the lock of a killed process.
-        lock = os.open(path, os.O_RDONLY)
-        try:
+        folder = cls(path)
+        with contextlib.ExitStack() as stack:
+            # The folder itself is locked, so no file is left behind; the kernel ends the lock of a killed process.
+            lock = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another run is writing {path}: wait for it, or choose another --output") from None
-            folder = cls(path)
             folder._begin(identity)
             # A process has one writer for a folder, which may have failed in an earlier run of this process.
             folder.writer.failure = None
-            try:
-                yield folder
-            finally:
-                folder.writer.flush(_FLUSH_S)
-        finally:
-            os.close(lock)
-
-    @property
-    def reader(self) -> RecordsReader | None:
-        """A reader of the records; ``None`` if there is none."""
-        try:
-            return RecordsReader(self.path)
-        except NoRecordsError:
-            return None
+            stack.callback(folder.writer.flush, _FLUSH_S)
+            yield folder
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the records."""
-        return iter(()) if (reader := self.reader) is None else reader.rows()
+        with contextlib.suppress(NoRecordsError):
+            yield from RecordsReader(self.path).rows()
 
     def forget(self, names: Collection[str]) -> None:
         """Remove the records of rows, so that these are scored again."""
@@ -343,16 +327,21 @@ def check_export(source: Inputs, file: Path) -> None:
     Raises:
         ConfigError: it is not named ``.jsonl``, its folder cannot be created, or it is an input.
     """
-    if file.suffix.lower() != ".jsonl" or file.is_dir():
-        raise ConfigError(f"--export {file}: the export is a JSONL file: name it .jsonl")
-    if file.resolve().is_relative_to(source.path.resolve()):
-        raise ConfigError(f"--export {file}: it would overwrite the input, or is in the folder that is scored")
+    if file.suffix != ".jsonl" or file.is_dir() or file.resolve().is_relative_to(source.path.resolve()):
+        raise ConfigError(f"--export {file}: name a JSONL file, .jsonl, that is not the input, nor in it")
     file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def write_scores(source: Inputs, folder: ScoredFolder, file: Path) -> None:
     """Write all rows of the inputs, in order, with their scores; the file is replaced when all are written."""
-    results = _results(folder)
+    results: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(NoRecordsError):
+        reader = RecordsReader(folder.path)
+        for record in reader.rows():
+            text = reader.text(record) or {}
+            components = {**(record.get("components") or {}), **(text.get("components") or {})}
+            values = (record["reward"], record["outcome"], record["error"], components)
+            results[record["uid"]] = dict(zip(COLUMNS, values, strict=True))
     temporary = file.with_name(f".partial-{file.name}")
     with temporary.open("wb") as lines:
         for row in source.rows():
@@ -361,33 +350,13 @@ def write_scores(source: Inputs, folder: ScoredFolder, file: Path) -> None:
     temporary.replace(file)
 
 
-def _results(folder: ScoredFolder) -> dict[str, dict[str, Any]]:
-    """Return the added columns of each row, by its name."""
-    found: dict[str, dict[str, Any]] = {}
-    if (reader := folder.reader) is None:
-        return found
-    for row in reader.rows():
-        text = reader.text(row) or {}
-        components = {**(row.get("components") or {}), **(text.get("components") or {})}
-        found[row["uid"]] = dict(zip(COLUMNS, (row["reward"], row["outcome"], row["error"], components), strict=True))
-    return found
-
-
 # ---- the command ----
 
 
 def score(
     context: typer.Context,
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[FUNCTION] FILE",
-            help="The reward function, [cyan]file.py:name[/], [cyan]package.module:name[/] or a ready judge such as "
-            "[cyan]judge:rubric[/], and the rollouts: JSONL, parquet by its suffix, or a folder (records, or verl's "
-            "rollout dumps).",
-            show_default=False,
-        ),
-    ],
+    function: cli_options.Function,
+    file: cli_options.Rollouts,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -399,13 +368,9 @@ def score(
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="When all rows are scored, write them with their scores, as JSONL.",
-        ),
+        typer.Option(metavar="FILE", help="When all rows are scored, write them with their scores, as JSONL."),
     ] = None,
     field: cli_options.FieldPaths = None,
-    data_source: cli_options.DataSource = None,
     reward_kwarg: cli_options.RewardKwargs = None,
     manager: cli_options.Manager = "naive",
     router_address: cli_options.RouterAddress = None,
@@ -437,37 +402,29 @@ def score(
     Exit status: 0 rows were scored, 1 the run was stopped by an error, or no
     row was scored, 2 wrong usage, 130 Ctrl-C.
     """
-    fn, files = cli_options.function_and_files(arguments)
-    if len(files) != 1:
-        raise ConfigError(f"name one file of rollouts: reward-loop score {fn or '[FUNCTION]'} FILE")
     paths = cli_options.pairs(field, "--field")
     reward_kwargs = cli_options.values(reward_kwarg, "--reward-kwarg")
-    options = {
-        "timeout": timeout or None,
-        "max_threads": concurrency,
-        "isolation": isolation,
-        **cli_options.more_options(context, option),
-    }
-    config = parse(RewardLoopConfig, options, cli_options.option_name)
+    given = {"timeout": timeout or None, "max_threads": concurrency, "isolation": isolation}
+    config = cli_options.config(context, option, given)
     if config.log_dir is not None:
         raise ConfigError("-O log_dir has no effect: the records are in the folder --output")
-    source = Inputs.open(files[0])
-    path = output or _default_output(source.path)
+    source = Inputs(file)
+    path = output or _default_output(file)
     # Absolute: the function may change the working directory.
     config = config.model_copy(update={"log_dir": str(path.absolute()), "record": _keeping_all(config.record)})
-    if source.path.is_dir() and path.resolve().is_relative_to(source.path.resolve()):
+    if file.is_dir() and path.resolve().is_relative_to(file.resolve()):
         raise ConfigError(f"--output {path} is in the folder that is scored: choose another one")
     if export is not None:
         check_export(source, export)
     with reserve_stdout() as stdout:
-        scorer = load_scorer(fn, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
-        fields = Fields(paths, data_source=data_source, requires=scorer.requires)
-        check_fields(source.rows(), str(source.path), fields)
+        scorer = load_scorer(function, manager, config, reward_kwargs=reward_kwargs, router_address=router_address)
+        fields = Fields(paths, requires=scorer.requires)
+        check_fields(source.rows(), str(file), fields)
         # All that decides about the scores. What affects only the speed may change when a run is resumed.
         identity = {
             "input": source.identity(),
-            "function": [fn, source_hash(scorer.loaded), reward_kwargs, manager],
-            "field mapping": [paths, data_source],
+            "function": [function, source_hash(scorer.loaded), reward_kwargs, manager],
+            "field mapping": paths,
             "policy": [config.on_failed, config.on_unscored, config.default_score],
         }
         progress = ScoringProgress(_err)
@@ -484,28 +441,22 @@ def score(
             report = summary_of(path)
             if export is not None:
                 write_scores(source, folder, export)
-        run = {"rows": report["samples"], "resumed": resumed, "records": str(path), "export": export and str(export)}
+        count, counts = report["samples"], report["outcomes"]
         if as_json:
+            run = {"rows": count, "resumed": resumed, "records": str(path), "export": export and str(export)}
             stdout.write(encode({**report, **run}).decode() + "\n")
         else:
             out = console(stdout)
             show_report(report, out)
-            earlier = f", {resumed} of them by an earlier run" if resumed else ""
-            out.print(f"\nrows: {report['samples']}{earlier}")
+            out.print(f"\nrows: {count}" + (f", {resumed} of them by an earlier run" if resumed else ""))
             out.print(f"records: {escape(str(path))}; in the browser: reward-loop view {escape(str(path))}")
-    failed = report["outcomes"]["failed"]
-    if not report["samples"]:
-        _err.print(f"note: {escape(str(source.path))} has no rows")
-    elif not report["outcomes"]["scored"]:
-        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(report)}")
-    if failed:
-        _err.print("To score the failed rows again, run the same command.")
-    if report["over_budget"]:
+    if counts["failed"] or report["over_budget"]:
         _err.print(
-            f"The budget left {counted(report['over_budget'], 'row')} without a score. To score them, rerun the "
-            "command: each run has the whole budget of -O budget.max_cost and -O budget.max_tokens."
+            f"{counts['failed']} rows failed, and the budget left {report['over_budget']} without a score. To score "
+            "them, run the same command again, which has the whole budget again."
         )
-    if report["samples"] and not report["outcomes"]["scored"]:
+    if not counts["scored"]:
+        _err.print(f"[bold red]error:[/] no row was scored: {outcomes_of(report)}")
         raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._util.text import import_hint, last_user_frame, user_lines
+from reward_loop._util.text import last_user_frame, user_lines
 from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 
@@ -141,4 +141,4 @@ def _summary(error: BaseException) -> str:
         message = "(its message cannot be printed)"
     if len(message) > _MESSAGE_CHARACTERS:
         message = message[:_MESSAGE_CHARACTERS] + "..."
-    return f"{type(error).__name__}: {message}{import_hint(error)}"
+    return f"{type(error).__name__}: {message}"

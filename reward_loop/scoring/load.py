@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from reward_loop._util.text import did_you_mean, import_hint, last_user_frame, listing
+from reward_loop._util.text import did_you_mean, last_user_frame, listing
 from reward_loop.errors import FunctionLoadError
 
 # Reentrant: the file may load another function while it is imported.
@@ -181,4 +181,4 @@ def _cause(error: BaseException) -> str:
         return text
     frame = last_user_frame(error)
     at = f" (at {frame.filename}:{frame.lineno})" if frame and not frame.filename.startswith("<") else ""
-    return f"{text}{at}{import_hint(error)}"
+    return f"{text}{at}"

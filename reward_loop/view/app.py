@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
@@ -32,7 +32,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.web_server import is_known_host, own_names
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.index import questions
-from reward_loop.index.filters import GROUPS_PARAMETERS, SAMPLES_PARAMETERS, SampleFilter, check_parameters
+from reward_loop.index.filters import SampleFilter
 from reward_loop.index.index import Index
 from reward_loop.index.phases import StepTimes
 from reward_loop.records import EVENTS, RecordsReader, live_numbers
@@ -150,7 +150,7 @@ def create_app(index: Index) -> FastAPI:
     def on_config_error(request: Request, error: ConfigError) -> Response:
         return _json({"error": str(error)}, 400)
 
-    @app.get("/api/run", dependencies=_only())
+    @app.get("/api/run")
     def run() -> Response:
         notes = [] if follower.problem is None else [f"New records cannot be read: {follower.problem}"]
         return _json(
@@ -165,7 +165,7 @@ def create_app(index: Index) -> FastAPI:
             }
         )
 
-    @app.get("/api/steps", dependencies=_only("validate"))
+    @app.get("/api/steps")
     def steps(validate: bool = False) -> Response:
         # Routes run in threads, and the reader of phases keeps its place in the files.
         with reading:
@@ -194,41 +194,41 @@ def create_app(index: Index) -> FastAPI:
             }
         )
 
-    @app.get("/api/overview", dependencies=_only("validate"))
+    @app.get("/api/overview")
     def overview(validate: bool = False) -> Response:
         return _json(questions.overview(index, validate))
 
-    @app.get("/api/samples", dependencies=_only(*SAMPLES_PARAMETERS))
+    @app.get("/api/samples")
     def page(request: Request) -> Response:
         return _json(samples.page(request.query_params))
 
-    @app.get("/api/groups", dependencies=_only(*GROUPS_PARAMETERS))
+    @app.get("/api/groups")
     def groups(request: Request) -> Response:
         return _json(samples.groups(request.query_params))
 
-    @app.get("/api/sample/{name:path}", dependencies=_only(*SAMPLES_PARAMETERS))
+    @app.get("/api/sample/{name:path}")
     def sample(name: str, request: Request) -> Response:
         found = samples.sample(name, request.query_params)
         if found is None:
             raise HTTPException(404, f"Sample {name} was not found.")
         return _json(found)
 
-    @app.get("/api/judges", dependencies=_only("step", "validate"))
+    @app.get("/api/judges")
     def all_judges(request: Request) -> Response:
         return _json({"rows": questions.judges(index, SampleFilter.parse(request.query_params), by_step=True)})
 
-    @app.get("/api/timeline", dependencies=_only("step"))
+    @app.get("/api/timeline")
     def timeline_of(step: int) -> Response:
         try:
             return _json(timeline(index, step))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
 
-    @app.get("/api/health", dependencies=_only())
+    @app.get("/api/health")
     def health() -> Response:
         return _json({"warnings": read_health(index.folder)})
 
-    @app.get("/api/changes", dependencies=_only())
+    @app.get("/api/changes")
     async def changes() -> StreamingResponse:
         return StreamingResponse(_changes(index, follower), media_type="text/event-stream")
 
@@ -239,15 +239,6 @@ def create_app(index: Index) -> FastAPI:
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
-
-
-def _only(*names: str) -> list[Any]:
-    """Return the dependencies of a route that refuses all other parameters."""
-
-    def check(request: Request) -> None:
-        check_parameters(request.query_params, names)
-
-    return [Depends(check)]
 
 
 def _json(value: Any, status: int = 200) -> Response:

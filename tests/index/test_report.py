@@ -88,7 +88,7 @@ def test_the_summary_is_printed(tmp_path: Path) -> None:
         "step samples scored unscored failed score std reward 1 4 3 0 1 0.6667 0.4714 0.6667 2 2 0 1 1 - - -",
         "Validation samples 1 outcomes 1 scored score mean 4, std 0, min 4, p50 4, p95 4, max 4, of 1",
         "step samples scored unscored failed score std reward 2 1 1 0 0 4 0 4",
-        "2 failed, of 1 cause: - 2 times, first: sample b2: f raised: no",
+        "- 2 samples failed, first: sample b2: f raised: no",
         "3 groups: 1 with equal rewards, 1 without a reward, 1 with a reward for some samples only",
         "judge-7b 2 0.0% 50.0% 0.0% 1 1.45 1.5 60",
     ):
@@ -134,7 +134,7 @@ def test_the_causes_of_unscored_samples_are_counted(tmp_path: Path) -> None:
         ("failed", 1, "f raised: no", "sample f: f raised: no"),
         ("unscored", 1, "unscored", "sample n: the function returned no score"),
     ]
-    assert "4 unscored, of 2 causes:" in report(str(tmp_path / "r"))
+    assert "- 3 samples unscored, first: sample u0: " in report(str(tmp_path / "r"))
 
 
 def test_samples_that_ended_the_run_are_neither_masked_nor_rewarded(tmp_path: Path) -> None:

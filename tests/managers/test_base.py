@@ -368,7 +368,7 @@ async def test_records_keep_what_the_policy_wrote_if_to_sample_changes_it(tmp_pa
     text = reader.text(row)
     whole = "abcd" if isinstance(data, RewardSample) else "abc"
     assert (text["response"], text["solution_str"]) == (whole, whole[-2:])
-    (again,) = Inputs.open(str(folder)).rows()
+    (again,) = Inputs(folder).rows()
     assert Fields().to_sample(again).solution_str == whole  # for a re-scoring
 
 

@@ -150,7 +150,6 @@ def test_random_scores_are_found_by_asking_again() -> None:
     records("chance")
     found = audit("chance", code=1)
     assert {"same answer again", "empty answer", "master key", "instruction to the judge"} <= problems(found)
-    assert abs(probe(found, "same answer again")["correlation"]) < 0.6
 
 
 def test_the_table_ends_with_what_to_do() -> None:
@@ -176,7 +175,7 @@ def test_the_bound_decides_about_the_exit_status() -> None:
 def test_a_reference_judge_may_have_another_scale() -> None:
     records()
     alike = probe(audit("sound", "--reference-judge", "judges.py:graded"), "reference judge")
-    assert (alike["wrong"], alike["correlation"]) == (0, pytest.approx(1.0))
+    assert (alike["answers"], alike["wrong"]) == (ROWS, 0)
     found = audit("sound", "--reference-judge", "judges.py:harsh", code=1)
     assert problems(found) == {"reference judge"}
 
@@ -224,11 +223,11 @@ def test_few_rows_are_chosen_by_chance_from_all() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["records"], 2, "name the folder of the records and the function"),
+        (["records"], 2, "missing argument 'FUNCTION'"),
         (["nowhere", "judges.py:sound"], 2, "nowhere is not a folder of records"),
         (["records", "judges.py:soun"], 2, "soun"),
         (["records", "judges.py:sound", "--label", "extra_info.lable"], 2, "no row has a number there"),
-        (["records", "served.py:compute_score"], 2, "--judge-address: served.py:compute_score needs it"),
+        (["records", "served.py:compute_score"], 2, "--router-address: served.py:compute_score needs it"),
         (["records", "judges.py:of_lists", "--manager", "group"], 2, "scores groups"),
         (["records", "judges.py:fails", "-O", "retry.max_attempts=1"], 1, "calls failed"),
         (["records", "judges.py:sound", "--reference-judge", "judges.py:sond"], 2, "sond"),

@@ -91,8 +91,7 @@ def test_arguments_reach_the_function() -> None:
         (["reward.py:empty", *FIELDS, "--manager", "naiv"], 2, "naive"),
         (["reward.py:empty", *FIELDS, "--manager", "batch"], 1, "requires solution_str"),
         (["reward.py:empty", *FIELDS, "-O", "retry.max_atempts=1"], 2, "did you mean 'max_attempts'"),
-        (["reward.py:fine"], 2, "name one file of rollouts: reward-loop check FUNCTION FILE"),
-        (["rows.jsonl"], 2, "name the function"),
+        (["reward.py:fine"], 2, "missing argument 'FILE'"),
     ],
 )
 def test_wrong_usage_is_reported(arguments: list[str], code: int, message: str) -> None:

@@ -112,31 +112,6 @@ def test_a_function_of_a_script_from_standard_input_has_no_source_hash(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("statement", "hint"),
-    [
-        ("import my_helper", "my_helper is in {folder}/mine/rewards: add that folder to PYTHONPATH"),
-        ("from mine.tools import x", "mine is in {folder}: add that folder to PYTHONPATH"),
-        ("import my_parts.one", "my_parts is in {folder}/mine/rewards: add that folder to PYTHONPATH"),
-        ("from .my_helper import x", "a file on its own has no package: write `import helper`, or"),
-        ("from json import my_x", ""),
-        ("import no_such_module_anywhere", ""),
-    ],
-)
-def test_an_import_that_fails_names_the_folder_that_is_not_on_the_path(tmp_path, statement, hint):
-    folder = tmp_path / "mine" / "rewards"
-    (folder / "my_parts").mkdir(parents=True)
-    (tmp_path / "mine" / "tools.py").touch()
-    for name in ("my_helper.py", "json.py", "my_parts/one.py"):
-        (folder / name).touch()
-    path = folder / "reward.py"
-    path.write_text(f"{statement}\n")
-    with pytest.raises(FunctionLoadError, match=r"importing .* failed") as caught:
-        load_function(str(path))
-    assert hint.format(folder=tmp_path) in str(caught.value)
-    assert ("PYTHONPATH" in str(caught.value)) is ("PYTHONPATH" in hint or "write" in hint)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("{folder}/rewards.py",), r"no such file.*did you mean 'reward.py'\?"),

@@ -281,23 +281,6 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         assert [row["step"] for row in get(client, "steps", validate="true")["rows"]] == []
 
 
-@pytest.mark.parametrize(
-    ("route", "known"),
-    [
-        ("run", "none"),
-        ("samples", "data_source, group, limit, max.FIELD, max_reward, min.FIELD, min_reward, "),
-        ("groups", "limit, offset, order, sort, step, validate"),
-    ],
-)
-def test_an_unknown_parameter_of_any_route_is_an_error_that_lists_the_valid_ones(
-    client: TestClient, route: str, known: str
-) -> None:
-    answer = client.get(f"/api/{route}?outcom=failed")
-    assert answer.status_code == 400
-    assert "Unknown parameter 'outcom'" in answer.json()["error"]
-    assert f" Parameters: {known}" in answer.json()["error"]
-
-
 @pytest.mark.parametrize("value", ["'", '"', "\\", "%", "x'--", "\x00", "a/b~c", "1e999", "nan", "\ud800"])
 def test_names_and_values_of_filters_cannot_inject_sql(client: TestClient, value: str) -> None:
     text = value.encode("utf-8", "surrogatepass")
