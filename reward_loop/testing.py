@@ -32,7 +32,6 @@ from aiohttp import web
 
 from reward_loop._util.event_loops import in_background
 from reward_loop._util.web_server import listen, url_of
-from reward_loop.errors import ConfigError
 
 __all__ = [
     "Answer",
@@ -111,7 +110,7 @@ class Received:
     path: str
     """The URL's path."""
     headers: Mapping[str, str]
-    """The headers; their names are in lower case."""
+    """The headers; the case of their names does not matter."""
     body: Any
     """The decoded JSON body; bytes if the body is not JSON."""
     behaviour: Behaviour
@@ -150,12 +149,7 @@ class FakeJudge:
             latency: seconds before each answer, or a range ``(low, high)`` from which they are drawn uniformly.
             model: the model's name in answers.
             seed: the seed of random faults and latencies.
-
-        Raises:
-            ConfigError: a probability is negative, or their sum is more than 1.
         """
-        if faults and (min(faults.values()) < 0 or sum(faults.values()) > 1):
-            raise ConfigError(f"faults: expected probabilities from 0 to 1 with a sum of at most 1, got {dict(faults)}")
         self.requests: list[Received] = []
         """All requests received so far, except those to ``/health`` and ``/v1/models``."""
         self.model = model
@@ -204,8 +198,7 @@ class FakeJudge:
     async def _serve(self) -> AsyncIterator[str]:
         # 0: without a limit. Some prompts are larger than the default of 1 MB.
         app = web.Application(client_max_size=0)
-        app.router.add_get("/health", _health)
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/{path:health|v1/models}", self._models)
         app.router.add_post("/{path:.*}", self._receive)
         # Handlers are cancelled when their client disconnects or the server stops, which sets `Received.abandoned`.
         # With a shutdown_timeout of 0, aiohttp would wait for a `Stall` indefinitely.
@@ -221,13 +214,13 @@ class FakeJudge:
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
-    async def _receive(self, request: web.Request) -> web.StreamResponse:
+    async def _receive(self, request: web.Request) -> web.Response:
         data = await request.read()
         try:
             body = json.loads(data)
         except ValueError:
             body = data
-        received = Received(request.path, _lower(request.headers), body, self._choose(request.path, body))
+        received = Received(request.path, request.headers, body, self._choose(request.path, body))
         self.requests.append(received)
         try:
             await asyncio.sleep(self._random.uniform(*self._latency))
@@ -246,20 +239,17 @@ class FakeJudge:
             drawn -= probability
             if drawn < 0:
                 return fault
-        if not isinstance(body, dict):
-            return Status(400, message="the body is not a JSON object")
         if path.endswith("/chat/completions"):
             return Answer(self._reply(body) if callable(self._reply) else self._reply)
         if path == "/classify":
-            return Logits((self._logit_of(body.get("input") or body.get("messages", [{}])[-1].get("content", "")),))
-        if path == "/v1/rerank":
-            return Logits(tuple(self._logit_of(document) for document in body.get("documents", ())))
-        return Status(404, message=f"unknown path {path}")
+            texts = [body.get("input") or body["messages"][-1]["content"]]
+        elif path == "/v1/rerank":
+            texts = body["documents"]
+        else:
+            return Status(404, message=f"unknown path {path}")
+        return Logits(tuple(self._logit(text) if callable(self._logit) else self._logit for text in texts))
 
-    def _logit_of(self, text: str) -> float:
-        return self._logit(text) if callable(self._logit) else self._logit
-
-    async def _behave(self, received: Received, request: web.Request) -> web.StreamResponse:
+    async def _behave(self, received: Received, request: web.Request) -> web.Response:
         done = received.behaviour
         if isinstance(done, Stall):
             await asyncio.Event().wait()  # until the handler is cancelled
@@ -272,37 +262,19 @@ class FakeJudge:
             headers = {} if done.retry_after is None else {"Retry-After": f"{done.retry_after:g}"}
             error = {"message": done.message, "type": "FakeJudgeError", "param": None, "code": done.code}
             return web.json_response({"error": error}, status=done.code, headers=headers)
-        answer = done.json if isinstance(done, Body) else self._answer(done, received)
         if isinstance(done, BadJson):
-            return web.Response(text=json.dumps(answer)[:-20], content_type="application/json")
-        return web.json_response(answer)
+            return web.Response(text='{"choices": [', content_type="application/json")
+        return web.json_response(done.json if isinstance(done, Body) else self._answer(done, received))
 
     def _answer(self, done: Behaviour, received: Received) -> Any:
         text = done.text if isinstance(done, Answer) else ""
         # Counts each word as one token, which is enough to test the accounting of usage.
-        prompt_tokens, completion_tokens = len(json.dumps(received.body, default=str).split()), len(text.split())
-        answer = {
-            "id": f"fake-{len(self.requests)}",
-            "model": self.model,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
-            },
-        }
-        if received.path == "/v1/rerank":
-            values = done.values if isinstance(done, Logits) else ()
-            return answer | {"results": [{"index": i, "relevance_score": value} for i, value in enumerate(values)]}
-        if received.path == "/classify":
-            return answer | {"data": [{"index": 0, "probs": list(done.values)}] if isinstance(done, Logits) else []}
+        prompt, completion = len(json.dumps(received.body, default=str).split()), len(text.split())
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        answer = {"model": self.model, "usage": usage}
+        if isinstance(done, Logits):
+            scores = [{"index": i, "relevance_score": value} for i, value in enumerate(done.values)]
+            return answer | {"results": scores, "data": [{"index": 0, "probs": done.values}]}
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": getattr(done, "finish_reason", "stop")}
-        return answer | {"object": "chat.completion", "choices": [choice]}
-
-
-async def _health(_: web.Request) -> web.Response:
-    return web.Response()
-
-
-def _lower(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name.lower(): value for name, value in headers.items()}
+        return answer | {"id": "fake", "object": "chat.completion", "choices": [choice]}

@@ -101,7 +101,7 @@ async def test_an_exchange_without_a_verdict_is_recorded_with_the_reason(
         else:
             assert exchange[name] == value
     if isinstance(answer, BadJson):
-        assert exchange["response"].startswith('{"id": "fake')
+        assert exchange["response"] == '{"choices": ['
 
 
 async def test_retried_requests_have_the_number_of_their_attempt(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ async def test_logits_and_ranks_are_recorded_as_verdicts(tmp_path: Path) -> None
     assert (ranked["verdict"], ranked["score"]) == ([0.5, 0.25], None)
     assert ranked["request"] == {"query": "question", "documents": ["four", "other"]}
     assert (classified["verdict"], classified["score"], classified["messages"]) == ([2.0], 2.0, None)
-    assert "without a score for each document" in bad["exchanges"][0]["error"]
+    assert "without logits or scores" in bad["exchanges"][0]["error"]
 
 
 def leaks(solution_str: str, reward_router_address: str) -> Any:
