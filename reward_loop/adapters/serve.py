@@ -16,13 +16,20 @@ import functools
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from reward_loop._util.api_keys import has_key
 from reward_loop._util.json import encode
@@ -42,15 +49,10 @@ from reward_loop.agent import PendingRewards, RewardAgent
 from reward_loop.errors import ConfigError, RewardLoopError, RewardsCancelledError
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.offline import cli_options
-from reward_loop.records import records
 from reward_loop.scoring.signature import BY_NAME
 from reward_loop.types import RewardResult, RewardSample
 
 logger = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 * 2**20
 """The longest body of a request."""
@@ -63,20 +65,7 @@ _FIELDS = frozenset(field.name for field in fields(RewardSample))
 _PARTS = frozenset({"ground_truth", "data_source", *BY_NAME}) - {"uid"}
 """The arguments of a function that come from a request, and may be missing there. Each sample gets a uid."""
 
-_FIELD = {"global_steps": "step"}
-"""The fields of requests whose argument has another name."""
-
-
-class Refused(Exception):
-    """A request that is answered with an error status and the message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class ClientDisconnected(Exception):
-    """The client has disconnected, so there is nobody to answer."""
+_STOPPING = "the service is stopping"
 
 
 class RewardService:
@@ -113,28 +102,16 @@ class RewardService:
         self._pending: set[PendingRewards] = set()
         self._uids = secrets.token_hex(3)
         self._requests = 0
-        self._deadline: asyncio.TimerHandle | None = None
         self._ended: Callable[[], None] | None = None
         """Called when the service stops and no sample is in flight."""
+        self._app = Starlette(
+            routes=[Route("/health", self._health), Route("/score", self._answer, methods=["POST"])],
+            exception_handlers={HTTPException: _refused, ClientDisconnect: _gone},
+            lifespan=self._live,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
-        status, content = 200, None
-        try:
-            content = await self._answer(scope, receive)
-        except ClientDisconnected:
-            return
-        except Refused as error:
-            status, content = error.status, {"error": str(error)}
-        headers = [(b"content-type", b"application/json")]
-        if status in (429, 503):
-            headers.append((b"retry-after", b"1"))
-        if status == 401:
-            headers.append((b"www-authenticate", b'Basic realm="reward-loop serve"'))  # HTTP demands it with a 401
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": encode(content)})
+        await self._app(scope, receive, send)
 
     async def __aenter__(self) -> Self:
         await self._agent.__aenter__()
@@ -142,91 +119,83 @@ class RewardService:
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self.stopping = True
-        if self._deadline is not None:
-            self._deadline.cancel()
         await self._agent.__aexit__(kind, error, trace)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
+    @asynccontextmanager
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
         async with self:
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        await send({"type": "lifespan.shutdown.complete"})
+            yield
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Any:
-        if scope["path"] == "/health":
-            if self.stopping:
-                raise Refused(503, "the service is stopping")
-            return {"status": "ok"}
-        self._check_sender(scope["headers"])
-        if (scope["method"], scope["path"]) != ("POST", "/score"):
-            raise Refused(404, f"no {scope['method']} {scope['path']}: POST samples to /score")
-        content = _json(await _body(receive))
+    async def _health(self, _: Request) -> Response:
+        if self.stopping:
+            raise HTTPException(503, _STOPPING)
+        return _reply({"status": "ok"})
+
+    async def _answer(self, request: Request) -> Response:
+        self._check_sender(request)
+        content = await _json(request)
         is_many = isinstance(content, dict) and "samples" in content
         if is_many and len(content) > 1:
             other = shorten(next(name for name in content if name != "samples"))
-            raise Refused(422, f"unknown field {other} beside samples: each sample has its own fields")
-        given = self._samples(content["samples"] if is_many else [content])
+            raise HTTPException(422, f"unknown field {other} beside samples: each sample has its own fields")
+        rows = content["samples"] if is_many else [content]
+        if not isinstance(rows, list) or not rows:
+            raise HTTPException(422, "samples must be a list with at least one sample")
+        self._requests += 1
+        given = [self._sample(row, index) for index, row in enumerate(rows)]
         groups = self._members(given)
         order = [index for members in groups for index in members]
         # The agent sets the group: those of another request with the same name are other groups.
         samples = [replace(given[index], group=None, group_size=None) for index in order]
-        results = await self._score(samples, [len(members) for members in groups], receive)
+        results = await self._score(samples, [len(members) for members in groups], request.receive)
         shown = dict(zip(order, map(_shown, samples, results), strict=True))
-        return {"results": [shown[index] for index in range(len(given))]} if is_many else shown[0]
-
-    def _samples(self, rows: Any) -> list[RewardSample]:
-        """Return the samples of a request, each with a unique name where it has none."""
-        if not isinstance(rows, list) or not rows:
-            raise Refused(422, "samples must be a list with at least one sample")
-        self._requests += 1
-        return [self._sample(row, index) for index, row in enumerate(rows)]
+        return _reply({"results": [shown[index] for index in range(len(given))]} if is_many else shown[0])
 
     def _sample(self, row: Any, index: int) -> RewardSample:
+        """Return a sample, with a unique name where it has none."""
         if not isinstance(row, dict):
-            raise Refused(422, f"sample {index} must be an object with solution_str")
+            raise HTTPException(422, f"sample {index} must be an object with solution_str")
         if unknown := sorted(row.keys() - _FIELDS):
             hint = did_you_mean(unknown[0], _FIELDS)
-            raise Refused(422, f"sample {index} has an unknown field {shorten(unknown[0])}{hint}")
+            raise HTTPException(422, f"sample {index} has an unknown field {shorten(unknown[0])}{hint}")
+        # The argument `global_steps` is the field `step`, and the tokens have a length.
         given = row.keys() | ({"response_length"} if "response_ids" in row else set())
-        if missing := sorted(name for name in self.requires & _PARTS if _FIELD.get(name, name) not in given):
+        required = {"step" if name == "global_steps" else name for name in self.requires & _PARTS}
+        if missing := sorted(required - given):
             why = f"which {self.name} requires: send it, or give the parameter a default"
-            raise Refused(422, f"sample {index} has no {_FIELD.get(missing[0], missing[0])}, {why}")
+            raise HTTPException(422, f"sample {index} has no {missing[0]}, {why}")
         try:
             uid = f"{self._uids}.{self._requests}.{index}"
             sample = _validator().validate_python({**row, "uid": uid} if row.get("uid") is None else row)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]  # without the value, which may be long
             where = ".".join(map(str, problem["loc"]))
-            raise Refused(422, f"sample {index}, {where}: {problem['msg']}") from None
+            raise HTTPException(422, f"sample {index}, {where}: {problem['msg']}") from None
         if sample.response_length is None and sample.response_ids is not None:
             sample = replace(sample, response_length=len(sample.response_ids))
         return sample
 
-    def _check_sender(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        def values(name: bytes) -> bytes:
-            return b", ".join(value for key, value in headers if key == name)
-
+    def _check_sender(self, request: Request) -> None:
         if self._key is not None:
-            if not has_key(values(b"authorization"), self._key, basic=True):
-                raise Refused(
+            if not has_key(request.headers.get("authorization", "").encode("latin-1"), self._key, basic=True):
+                raise HTTPException(
                     401,
                     "the API key is missing or wrong: send it as a bearer token, or in the URL as "
                     "http://key:KEY@host:port/score",
                 )
             return
         # A page in a browser on this machine could spend the budget of a judge.
-        host, origin = values(b"host").decode("latin-1"), values(b"origin").decode("latin-1")
-        known = is_known_host(host or "localhost", own_names(), any_address=True)
-        if not known or is_foreign_origin(origin or None, host):
-            raise Refused(403, "requests of web pages are refused: use the IP address, or set --api-key-env")
+        host = request.headers.get("host", "localhost")
+        known = is_known_host(host, own_names(), any_address=True)
+        if not known or is_foreign_origin(request.headers.get("origin"), host):
+            raise HTTPException(403, "requests of web pages are refused: use the IP address, or set --api-key-env")
 
     def _members(self, samples: Sequence[RewardSample]) -> list[list[int]]:
         """Return the indices of the samples of each group; samples without a group are groups of their own."""
         groups: dict[str | int, list[int]] = {}
         for index, sample in enumerate(samples):
             if sample.group is None and self.needs_groups:
-                raise Refused(
+                raise HTTPException(
                     422,
                     f"sample {index} has no group, and {self.name} compares the samples of a group: send "
                     "all samples of a prompt in one request, with the same group",
@@ -241,7 +210,7 @@ class RewardService:
         try:
             pending = self._agent.submit(samples, groups=groups)
         except ConfigError as error:
-            raise Refused(422, str(error)) from None
+            raise HTTPException(422, str(error)) from None
         self._pending.add(pending)
         self.in_flight += len(samples)
         results: list[RewardResult] = []
@@ -251,12 +220,12 @@ class RewardService:
 
         try:
             if not await stop_on_disconnect(receive, collect):
-                raise ClientDisconnected
+                raise ClientDisconnect
         except RewardsCancelledError:
-            raise Refused(503, "the service stopped before all samples were scored") from None
+            raise HTTPException(503, "the service stopped before all samples were scored") from None
         except RewardLoopError as error:  # the policy `raise`, too many failures, or an error of the manager
             logger.warning("%s", error)
-            raise Refused(500, str(error)) from error
+            raise HTTPException(500, str(error)) from error
         finally:
             pending.cancel()  # if this request ended early, its samples would run on
             self._pending.discard(pending)
@@ -266,18 +235,13 @@ class RewardService:
 
     def _check_room(self, count: int) -> None:
         if self.stopping:
-            raise Refused(503, "the service is stopping")
+            raise HTTPException(503, _STOPPING)
+        most = f"at most {self._max_in_flight} are accepted at a time"
         if count > self._max_in_flight:
-            raise Refused(
-                413,
-                f"the request has {count} samples, and at most {self._max_in_flight} are accepted at a time: send "
-                "fewer in a request, or raise --concurrency",
-            )
+            raise HTTPException(413, f"the request has {count} samples, and {most}: send fewer, or raise --concurrency")
         if self.in_flight + count > self._max_in_flight:
-            raise Refused(
-                429,
-                f"{self.in_flight} samples are in flight, and at most {self._max_in_flight} are accepted at a time: "
-                "send the request again later, or raise --concurrency",
+            raise HTTPException(
+                429, f"{self.in_flight} samples are in flight, and {most}: send it again later, or raise --concurrency"
             )
 
     def stop_from_signal(self, ended: Callable[[], None]) -> None:
@@ -301,7 +265,7 @@ class RewardService:
             logger.info(
                 "stopping: %d samples in flight have %g s to end; Ctrl-C cancels them", self.in_flight, self._grace_s
             )
-        self._deadline = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
+        asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -314,26 +278,29 @@ class RewardService:
             pending.cancel()
 
 
-async def _body(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes: send fewer samples in a request")
-        more = message.get("more_body", False)
-    return b"".join(parts)
+def _reply(content: Any, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return Response(encode(content), status, headers, "application/json")
 
 
-def _json(body: bytes) -> Any:
+async def _refused(_: Request, error: Any) -> Response:
+    return _reply({"error": error.detail}, error.status_code)
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    return _reply(None, 499)  # there is nobody to receive it
+
+
+async def _json(request: Request) -> Any:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes: send fewer samples in a request")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {error}") from None
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
 
 
 @functools.cache
@@ -411,8 +378,4 @@ def serve(
     with open_listener(host, port, key) as listener:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         print(f"{service.name} is served at {url_of(listener)}/score", flush=True)
-        try:
-            serve_until_signal(service, listener, on_signal=service.stop_from_signal, grace_s=grace + CLOSING_S)
-        finally:
-            if config.log_dir is not None:
-                records(config.log_dir).flush()
+        serve_until_signal(service, listener, on_signal=service.stop_from_signal, grace_s=grace + CLOSING_S)

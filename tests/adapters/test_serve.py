@@ -13,7 +13,6 @@ import aiohttp
 import httpx
 import pytest
 
-from reward_loop import RewardSample
 from reward_loop.adapters import serve
 from reward_loop.adapters.serve import RewardService
 from reward_loop.records.reader import RecordsReader
@@ -53,43 +52,6 @@ async def test_the_policies_give_a_number_or_an_error_that_names_sample_and_func
     assert (result["score"], result["outcome"]) == (-1.0, "failed")
     assert "a7" in error["error"]
     assert "equals" in error["error"]
-
-
-async def test_functions_that_exceed_the_time_limit_fail() -> None:
-    async def hangs(solution_str: str) -> float:
-        await asyncio.Event().wait()
-        return 1.0
-
-    async with client_of(scorer(hangs, timeout=0.05)) as client:
-        result = await post(client, {"solution_str": "4"})
-    assert (result["score"], result["outcome"]) == (None, "failed")
-    assert "deadline" in result["error"]
-
-
-async def test_extra_info_that_json_lacks_is_converted() -> None:
-    def with_strange_values(solution_str: str) -> dict[str, Any]:
-        return {"score": 1, "nan": float("nan"), "set": {1}, "bytes": b"x"}
-
-    async with client_of(scorer(with_strange_values)) as client:
-        info = (await post(client, {"solution_str": "4"}))["reward_extra_info"]
-    assert (info["nan"], info["set"], info["bytes"]) == (None, [1], {"$bytes": "eA=="})
-
-
-async def test_a_manager_that_raises_or_returns_nan_is_not_answered_with_a_number() -> None:
-    made = scorer()
-
-    async def run_single(sample: RewardSample) -> Any:
-        if sample.solution_str == "raise":
-            raise KeyError("x")
-        return {"reward_score": float("nan"), "reward_extra_info": {}}
-
-    made.manager.run_single = run_single
-    async with client_of(made) as client:
-        result = await post(client, sample("4"))
-        error = await post(client, sample("raise"), 500)
-    assert (result["score"], result["outcome"]) == (None, "failed")
-    assert "not a finite number" in result["error"]
-    assert "run_single raised KeyError" in error["error"]
 
 
 async def test_the_samples_of_a_group_are_scored_together_in_any_order() -> None:
@@ -173,12 +135,6 @@ async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -
     assert f"has no {'step' if name == 'global_steps' else name}, which" in error["error"]
 
 
-async def test_a_uid_that_is_null_is_missing() -> None:
-    async with client_of() as client:
-        answer = await post(client, {**BODY, "uid": None})
-    assert answer["uid"]
-
-
 # --- The key, web pages, long bodies
 
 
@@ -199,14 +155,7 @@ async def test_requests_need_the_key(header: str | None, status: int) -> None:
         answer = await client.post("/score", json=BODY, headers=headers)  # type: ignore[arg-type]
         assert answer.status_code == status
         assert status == 200 or "bearer token" in answer.json()["error"]
-        assert [(await client.get(path)).status_code for path in ("/health", "/nowhere")] == [200, 401]
-
-
-async def test_clients_without_headers_of_their_own_send_the_key_in_the_url() -> None:
-    service = RewardService(scorer(), key="key")
-    async with service, serving(service) as url, httpx.AsyncClient() as client:
-        answer = await client.post(url.replace("http://", "http://reward:key@") + "/score", json=BODY)
-        assert (answer.status_code, answer.json()["score"]) == (200, 1.0)
+        assert [(await client.get(path)).status_code for path in ("/health", "/score")] == [200, 405]
 
 
 @pytest.mark.parametrize(
@@ -235,13 +184,6 @@ async def test_a_body_that_is_too_long_is_an_error_also_without_a_length(monkeyp
             assert answer.status_code == 413
             assert "longer than 10000 bytes" in answer.json()["error"]
         await post(client, BODY)
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/score"), ("POST", "/get_reward"), ("POST", "/")])
-async def test_a_wrong_path_or_method_names_the_right_one(method: str, path: str) -> None:
-    async with client_of() as client:
-        answer = await client.request(method, path)
-    assert (answer.status_code, answer.json()["error"]) == (404, f"no {method} {path}: POST samples to /score")
 
 
 # --- Samples in flight
@@ -342,10 +284,3 @@ async def test_after_the_grace_period_or_a_second_signal_samples_are_cancelled(a
     assert (stopped.status_code, "stopped before all samples were scored" in stopped.text) == (503, True)
     assert await held.cancelled.get() == "a"
     assert service.in_flight == 0
-
-
-async def test_too_many_failures_are_an_error_if_the_user_sets_the_bound() -> None:
-    async with client_of(scorer(max_failed_share=0.5, min_samples_for_failed_share=2)) as client:
-        assert (await post(client, sample("raise")))["outcome"] == "failed"
-        assert "max_failed_share" in (await post(client, sample("raise"), 500))["error"]
-        assert (await post(client, sample("4")))["score"] == 1

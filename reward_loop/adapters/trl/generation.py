@@ -85,43 +85,31 @@ class Judging:
     ) -> None:
         self.waiting_s = 0.0
         """Seconds for which `rewards` has waited."""
-        self._began = time.perf_counter()
-        self._ended = self._began
+        self._began = self._ended = time.perf_counter()
         self._log_metric: Callable[[str, float], None] | None = call.get("log_metric")
-        self._left = len(functions)
-        self._logged: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._logged: list[Callable[[], None]] = []
         # TRL collects what functions log until the next rewards are complete: those of another batch.
         deferred = {name: self._deferred(call[name]) for name in ("log_extra", "log_metric") if name in call}
-        arguments = {**call, **deferred}
         self._futures: dict[int, Future[Any]] = {
-            index: asyncio.run_coroutine_threadsafe(self._timed(function, arguments), loop)
+            index: asyncio.run_coroutine_threadsafe(self._timed(function, {**call, **deferred}), loop)
             for index, function in functions.items()
         }
+        """The calls whose rewards were not collected."""
 
     def _deferred(self, log: Callable[..., None]) -> Callable[..., None]:
-        return lambda *values: self._logged.append((log, values))
+        return lambda *values: self._logged.append(partial(log, *values))
 
     async def _timed(self, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> Any:
         try:
             return await function(**arguments)
         finally:
-            self._ended = max(self._ended, time.perf_counter())
-
-    @property
-    def judging_s(self) -> float:
-        """Seconds from the start until the last function has returned; valid once all rewards were collected."""
-        return self._ended - self._began
-
-    @property
-    def hidden_share(self) -> float | None:
-        """The share of the judging time in which the training did not wait, see `hidden_share`: until the last function
-        has returned, at least one reward of the batch is pending."""
-        return hidden_share(self.waiting_s, self.judging_s)
+            self._ended = time.perf_counter()
 
     def rewards(self, index: int) -> Any:
         """Wait for the rewards of a function, and log what the functions have logged so far.
 
-        The rewards of the last function also log for how long the batch was judged and waited for.
+        The rewards of the last function also log for how long the batch was judged and waited for. Until the last
+        function has returned, at least one reward of the batch is pending.
 
         Raises:
             Exception: what the function raised. The other functions are cancelled.
@@ -135,14 +123,14 @@ class Judging:
         self.waiting_s += time.perf_counter() - began
         # Not a loop over the list: functions that still run append to it.
         while self._logged:
-            log, values = self._logged.pop(0)
-            log(*values)
-        self._left -= 1
-        if not self._left and self._log_metric is not None:
+            self._logged.pop(0)()
+        del self._futures[index]
+        if not self._futures and self._log_metric is not None:
+            judging_s = self._ended - self._began
             self._log_metric("overlap/waiting_seconds", self.waiting_s)
-            self._log_metric("overlap/judging_seconds", self.judging_s)
-            if self.hidden_share is not None:
-                self._log_metric("overlap/hidden_share", self.hidden_share)
+            self._log_metric("overlap/judging_seconds", judging_s)
+            if (hidden := hidden_share(self.waiting_s, judging_s)) is not None:
+                self._log_metric("overlap/hidden_share", hidden)
         return rewards
 
     def cancel(self) -> None:

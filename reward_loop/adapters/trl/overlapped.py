@@ -20,10 +20,9 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from reward_loop.adapters.trl.generation import Generation, GenerationBatch, Judging, Lookahead, pausing
 from reward_loop.errors import ConfigError
@@ -55,15 +54,15 @@ class OverlappedGRPOTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     num_iterations: int
 
-    def __init__(
-        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *others: Any, **named: Any
-    ) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
         """Create the trainer; see `GRPOTrainer` for the arguments."""
         check_version()
         # After the check: another release may not have this undocumented name.
         from trl.trainer.utils import is_async_callable
 
-        super().__init__(model, reward_funcs, with_defaults(args, model), *others, **named)
+        super().__init__(*args, **named)
+        if self.args.epsilon_high is None and self.loss_type not in _NOT_CLIPPED:
+            self.epsilon_high = EPSILON_HIGH
         self.reward_funcs, self._async_funcs = pausing(self.reward_funcs, is_async_callable)
         self._check_options()
         self._pending: Generation | None = None
@@ -163,20 +162,3 @@ def check_version() -> None:
             f"OverlappedGRPOTrainer uses undocumented names of trl {RELEASE}, and trl {version} is installed: install "
             f"trl {RELEASE}, or use GRPOTrainer"
         )
-
-
-def with_defaults(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Return the options of the trainer with ``epsilon_high`` set, unless the loss has no clip range.
-
-    Args:
-        args: the user's options, which are not changed; ``None`` for those of TRL.
-        model: the model or its name, which names TRL's output folder.
-    """
-    if args is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        args = GRPOConfig(f"{Path(name).name}-GRPO")
-    if args.epsilon_high is not None or args.loss_type in _NOT_CLIPPED:
-        return args
-    args = copy.copy(args)
-    args.epsilon_high = EPSILON_HIGH
-    return args

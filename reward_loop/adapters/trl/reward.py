@@ -21,7 +21,7 @@ from reward_loop._util.json import MISSING, look_up
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.agent import RewardAgent
 from reward_loop.config import RewardLoopConfig, parse
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import ConfigError
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
 from reward_loop.scoring import load_function
@@ -31,17 +31,11 @@ from reward_loop.types import Outcome, RewardResult, RewardSample, missing, prog
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column of the data set becomes which part of a sample. All other columns become keys of ``extra_info``.
-
-    A name may be a dotted path into a column of mappings, such as ``reward_model.ground_truth``.
-    """
+    """Makes samples of what TRL passes. All columns but three are keys of ``extra_info``."""
 
     ground_truth: str | None = None
-    """The column of the reference answers; by default ``ground_truth``, if there is one."""
-    data_source: str | None = None
-    """The column of the names of the data sets; by default ``data_source``, if there is one."""
-    extra_info: str | None = None
-    """A column of mappings, whose keys become keys of ``extra_info``; by default ``extra_info``, if there is one."""
+    """The column of the reference answers, or a dotted path into a column of mappings, such as
+    ``reward_model.ground_truth``; by default ``ground_truth``, if there is one."""
     max_completion_length: int | None = None
     """The largest number of tokens of a completion."""
 
@@ -59,32 +53,20 @@ class Columns:
         for name, values in columns.items():
             if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
                 raise ConfigError(f"column {name!r} must be a list with {count} values; got {shorten(values, 60)}")
-        if "validate" in requires and "validate" not in columns:
-            raise ConfigError(
-                "the reward function requires validate, and TRL does not pass whether it evaluates: add a column "
-                "`validate` to both data sets, False in that of the training and True in that of the evaluation"
-            )
-        for part in ("ground_truth", "data_source", "extra_info"):
-            named: str | None = getattr(self, part)
-            name = named or part
-            found = name in columns or name.partition(".")[0] in columns
-            if not found and (named is not None or (part in requires and part != "extra_info")):
-                needs = f"{part}={named!r}" if named else f"the reward function, which requires {part}"
+        needed = sorted(requires & {"ground_truth", "data_source", "validate"})
+        if self.ground_truth is not None:
+            needed = [self.ground_truth, *(name for name in needed if name != "ground_truth")]
+        for name in needed:
+            if name not in columns and name.partition(".")[0] not in columns:
                 raise ConfigError(
-                    f"the data set has no column {name!r} for {needs}{did_you_mean(name, columns) or '.'} Its columns "
-                    f"are {listing(columns)}: name the right one by {part}=..."
+                    f"the data set has no column {name!r}, which is required{did_you_mean(name, columns) or '.'} Its "
+                    f"columns are {listing(columns)}: rename one, or name that of the reference by ground_truth=..."
                 )
 
     def samples(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] | None,
+        given: Mapping[str, Any],
         columns: Mapping[str, Sequence[Any]],
-        step: int | None,
-        progress: float | None = None,
-        more: Mapping[str, Sequence[Any]] | None = None,
-        state: Any = None,
         requires: frozenset[str] = frozenset(),
     ) -> list[RewardSample]:
         """Return a sample for each completion. A sample whose columns have wrong values has an error.
@@ -92,36 +74,33 @@ class Columns:
         Functions with ``**kwargs`` also get what TRL passes to its own functions, in lists of one completion.
 
         Args:
-            prompts: text, or chat messages; one for each completion.
-            completions: text, or the messages that the model wrote.
-            completion_ids: the tokens of each completion.
+            given: what TRL passes beside the columns: ``trainer_state``, and lists with an item for each completion.
             columns: the columns of the data set.
-            step: the training step.
-            progress: the share of the run that is done.
-            more: further lists of TRL.
-            state: the state of the trainer.
             requires: the parts of a sample that the function requires.
         """
-        passed = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **(more or {})}
+        state, ids_of = given.get("trainer_state"), given.get("completion_ids")
+        # TRL counts the steps that have ended; this reward is for the next one.
+        step = None if state is None else state.global_step + 1
         samples = []
-        for index, completion in enumerate(completions):
-            parts = self._parts({name: values[index] for name, values in columns.items()}, requires)
+        for index, completion in enumerate(given["completions"]):
+            row = {name: values[index] for name, values in columns.items()}
+            parts = self._parts(row, requires)
             if not isinstance(completion, str) and len(completion) > 1:
                 parts["extra_info"] = {"completion": completion, **parts["extra_info"]}
-            ids = None if completion_ids is None else completion_ids[index]
+            ids = None if ids_of is None else ids_of[index]
             longest = self.max_completion_length
+            passed = {name: [values[index]] for name, values in given.items() if name != "trainer_state"}
             samples.append(
                 RewardSample(
                     text_of(completion),
-                    prompt=prompts[index],
+                    prompt=given["prompts"][index],
                     step=step,
-                    training_progress=progress,
+                    training_progress=progress_of(step, getattr(state, "max_steps", None)),
                     response_ids=ids,
                     response_length=None if ids is None else len(ids),
                     is_truncated=None if ids is None or longest is None else len(ids) >= longest,
-                    validate=bool(columns["validate"][index]) if "validate" in columns else None,
-                    kwargs={name: [values[index]] for name, values in passed.items() if values is not None}
-                    | ({} if state is None else {"trainer_state": state}),
+                    validate=bool(row["validate"]) if "validate" in row else None,
+                    kwargs=passed if state is None else {**passed, "trainer_state": state},
                     **parts,
                 )
             )
@@ -129,24 +108,21 @@ class Columns:
 
     def _parts(self, row: Mapping[str, Any], requires: frozenset[str]) -> dict[str, Any]:
         """Return ground truth, data source and extra info of one completion, as arguments of `RewardSample`."""
-        used = {name: getattr(self, name) or name for name in ("ground_truth", "data_source", "extra_info")}
-        truth = look_up(row, used["ground_truth"])
-        source = look_up(row, used["data_source"])
-        nested = look_up(row, used["extra_info"])
-        extra_info = {name: value for name, value in row.items() if name not in used.values()}
+        path = self.ground_truth or "ground_truth"
+        truth, source, nested = look_up(row, path), row.get("data_source"), row.get("extra_info")
+        extra_info = {name: value for name, value in row.items() if name not in (path, "data_source", "extra_info")}
         error = None
         if isinstance(nested, Mapping):
             extra_info |= nested
-        elif nested is not MISSING and not missing(nested):
-            error = f"its column {used['extra_info']!r} must be a mapping; got {shorten(nested, 60)}"
-        for part, value in (("ground_truth", truth), ("data_source", source)):
-            if value is MISSING and getattr(self, part) is not None:
-                error = f"its column has no {getattr(self, part)!r}, which {part}= names"
-        if source is not MISSING and missing(source) and "data_source" in requires:
-            error = f"its column {used['data_source']!r} has no value, and the function requires data_source"
+        elif not missing(nested):
+            error = f"its column 'extra_info' must be a mapping; got {shorten(nested, 60)}"
+        if truth is MISSING and self.ground_truth is not None:
+            error = f"its column has no {path!r}, which ground_truth= names"
+        if missing(source) and "data_source" in requires:
+            error = "its column 'data_source' has no value, and the function requires data_source"
         return {
             "ground_truth": None if truth is MISSING else truth,
-            "data_source": "" if source is MISSING or missing(source) else str(source),
+            "data_source": "" if missing(source) else str(source),
             "extra_info": extra_info,
             "error": error,
         }
@@ -200,8 +176,6 @@ def reward_function(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
     ground_truth: str | None = None,
-    data_source: str | None = None,
-    extra_info: str | None = None,
     group_size: int | None = None,
     max_completion_length: int | None = None,
     concurrency: int | None = None,
@@ -220,9 +194,6 @@ def reward_function(
         reward_model_tokenizer: the reward model's tokenizer, which the function receives.
         ground_truth: the column of the reference answers, or a dotted path such as ``reward_model.ground_truth``. By
             default ``ground_truth``, if the data set has it.
-        data_source: the column of the data set's name. By default ``data_source``, if the data set has it.
-        extra_info: a column of mappings, whose keys become keys of ``extra_info``, as all other columns do. By default
-            ``extra_info``, if the data set has it.
         group_size: ``num_generations`` of the trainer. By default, neighbours with equal prompts are a group. Required
             for managers that need whole groups, if several processes train.
         max_completion_length: that of the trainer, for functions that take ``is_truncated``: completions of this length
@@ -245,7 +216,7 @@ def reward_function(
     parsed = parse(RewardLoopConfig, options, "options")
     if log_dir is not None:
         parsed = parsed.model_copy(update={"log_dir": os.fspath(log_dir)})
-    parsed = share_of(parsed, int(os.environ.get("WORLD_SIZE") or 1))
+    parsed = share_of(parsed, _processes())
     # Mistakes are found here, before the training: a worker that unpickles the result loads the function again.
     managers.get(manager)
     loaded = load_function(function) if isinstance(function, str) else function
@@ -263,8 +234,10 @@ def reward_function(
         router_address=reward_router_address,
         reward_model_tokenizer=reward_model_tokenizer,
     )
-    columns = Columns(ground_truth, data_source, extra_info, max_completion_length)
-    return TRLReward(name or _name_of(function), load, columns, group_size, concurrency)
+    columns = Columns(ground_truth, max_completion_length)
+    return TRLReward(
+        name or str(getattr(loaded, "__name__", type(loaded).__name__)), load, columns, group_size, concurrency
+    )
 
 
 def share_of(options: RewardLoopConfig, processes: int) -> RewardLoopConfig:
@@ -288,11 +261,8 @@ def share_of(options: RewardLoopConfig, processes: int) -> RewardLoopConfig:
     return parse(RewardLoopConfig, shared, f"options of each of {processes} processes")
 
 
-def _name_of(function: Any) -> str:
-    """Return the name of a function, which may be given by its path, or be a class."""
-    if isinstance(function, str):
-        return function.rpartition(":")[2].removesuffix(".py")
-    return str(getattr(function, "__name__", type(function).__name__))
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 class _Scoring:
@@ -315,20 +285,19 @@ class _Scoring:
 
     async def score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[RewardResult]:
         """Return the results of samples, in order. If the caller is cancelled, so are the samples."""
-        loop = self._agent.loop
-        if loop is None or loop.is_closed():
-            raise RewardLoopError("the reward agent is closed")
         batch = f"{self._name}.{next(self._batches)}"
         named = [replace(sample, uid=f"{batch}.{index}") for index, sample in enumerate(samples)]
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(named, groups), loop))
 
-    async def _score(self, samples: Sequence[RewardSample], groups: Sequence[int]) -> list[RewardResult]:
-        pending = self._agent.submit(samples, groups=groups)
-        try:
-            return await pending.results()
-        except asyncio.CancelledError:
-            pending.cancel()  # a cancelled `await` alone does not cancel the batch
-            raise
+        async def scored() -> list[RewardResult]:
+            pending = self._agent.submit(named, groups=groups)
+            try:
+                return await pending.results()
+            except asyncio.CancelledError:
+                pending.cancel()  # a cancelled `await` alone does not cancel the batch
+                raise
+
+        assert self._agent.loop is not None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(scored(), self._agent.loop))
 
     def close(self) -> None:
         self._running.__exit__(None, None, None)
@@ -368,9 +337,6 @@ class TRLReward:
         # A copy in another process has no agent yet.
         return type(self), (self.__name__, self._load, self._columns, self._group_size, self._concurrency)
 
-    def __repr__(self) -> str:
-        return f"reward_function({self.__name__})"
-
     async def __call__(
         self,
         prompts: Sequence[Any],
@@ -394,34 +360,30 @@ class TRLReward:
         if agent is None:
             agent = await asyncio.to_thread(self._start)
         self._columns.check(columns, len(prompts), agent.requires)
-        groups = self._groups(prompts, agent.needs_group)
-        # TRL counts the steps that have ended; this reward is for the next one.
-        step = None if trainer_state is None else trainer_state.global_step + 1
-        progress = progress_of(step, getattr(trainer_state, "max_steps", None))
-        more = {} if environments is None else {"environments": environments}
-        samples = self._columns.samples(
-            prompts, completions, completion_ids, columns, step, progress, more, trainer_state, agent.requires
-        )
-        results = await agent.score(samples, groups)
-        if log_metric is not None:
-            for name, value in metrics_of(self.__name__, results).items():
-                log_metric(name, value)
-        options = getattr(agent.manager, "options", None)  # a manager of the user may have none
-        self._say_failures(results, step, getattr(options, "log_dir", None))
-        return [result.reward for result in results]
-
-    def _say_failures(self, results: Sequence[RewardResult], step: int | None, folder: str | None) -> None:
-        """Log one line if samples of a batch have no score."""
-        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
-            logger.warning("%s%s: %s", self.__name__, "" if step is None else f", step {step}", line)
-
-    def _groups(self, prompts: Sequence[Any], needs_group: bool) -> list[int]:
-        if needs_group and self._group_size is None and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        if agent.needs_group and self._group_size is None and _processes() > 1:
             raise ConfigError(
                 "several processes train, and the reward manager or post_process_scores needs whole groups: set "
                 "group_size=num_generations, so that incomplete groups are found"
             )
-        return group_sizes(prompts, self._group_size, exact=needs_group)
+        groups = group_sizes(prompts, self._group_size, exact=agent.needs_group)
+        given = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "environments": environments,
+            "trainer_state": trainer_state,
+        }
+        given = {name: values for name, values in given.items() if values is not None}
+        samples = self._columns.samples(given, columns, agent.requires)
+        results = await agent.score(samples, groups)
+        if log_metric is not None:
+            for name, value in metrics_of(self.__name__, results).items():
+                log_metric(name, value)
+        folder = getattr(getattr(agent.manager, "options", None), "log_dir", None)  # a manager of the user has none
+        if line := Failures.of(results).line(None if folder is None else f"reward-loop view {folder}"):
+            step = samples[0].step
+            logger.warning("%s%s: %s", self.__name__, "" if step is None else f", step {step}", line)
+        return [result.reward for result in results]
 
     def close(self) -> None:
         """Cancel what runs, and close the manager; blocks until that is done. A later call creates a new manager."""

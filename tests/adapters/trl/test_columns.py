@@ -11,14 +11,15 @@ from reward_loop.adapters.trl.reward import Columns, group_sizes, text_of
 
 
 def samples(columns: Columns, completions: list[Any], **data: Any) -> Any:
-    return columns.samples(["p"] * len(completions), completions, None, data, step=3)
+    given = {"prompts": ["p"] * len(completions), "completions": completions}
+    return columns.samples(given, data, frozenset())
 
 
 def test_named_columns_become_parts_and_the_others_extra_info() -> None:
-    columns = Columns(ground_truth="answer", data_source="origin")
-    first, second = samples(columns, ["4", "5"], answer=["4", "6"], origin=["a", "b"], level=[1, 2])
+    columns = Columns(ground_truth="answer")
+    first, second = samples(columns, ["4", "5"], answer=["4", "6"], data_source=["a", "b"], level=[1, 2])
     kwargs = {"prompts": ["p"], "completions": ["4"]}
-    assert first == RewardSample("4", "a", "4", {"level": 1}, prompt="p", step=3, validate=None, kwargs=kwargs)
+    assert first == RewardSample("4", "a", "4", {"level": 1}, prompt="p", validate=None, kwargs=kwargs)
     assert (second.data_source, second.ground_truth, second.extra_info) == ("b", "6", {"level": 2})
 
 
@@ -38,9 +39,8 @@ def test_a_missing_data_source_is_no_name(value: Any) -> None:
     (sample,) = samples(Columns(), ["x"], data_source=[value])
     assert (sample.data_source, sample.error) == ("", None)
     # As in files and in verl's rows.
-    (sample,) = Columns().samples(
-        ["p"], ["x"], None, {"data_source": [value]}, None, requires=frozenset({"data_source"})
-    )
+    given = {"prompts": ["p"], "completions": ["x"]}
+    (sample,) = Columns().samples(given, {"data_source": [value]}, frozenset({"data_source"}))
     assert "'data_source' has no value" in (sample.error or "")
 
 
@@ -55,12 +55,12 @@ def test_a_dotted_path_reads_the_columns_of_a_data_set_for_verl() -> None:
     ("columns", "row", "error"),
     [
         (Columns(ground_truth="a.b"), {"a": {}}, "no 'a.b'"),
-        (Columns(extra_info="meta"), {"meta": "text"}, "'meta' must be a mapping"),
+        (Columns(), {"extra_info": "text"}, "'extra_info' must be a mapping"),
     ],
 )
 def test_a_row_with_a_wrong_value_fails_alone(columns: Columns, row: dict[str, Any], error: str) -> None:
-    (name, value), good = *row.items(), {"b": "7"}
-    first, second = samples(columns, ["7", "8"], **{name: [good, value]})
+    ((name, value),) = row.items()
+    first, second = samples(columns, ["7", "8"], **{name: [{"b": "7"}, value]})
     assert first.error is None
     assert error in second.error
 
@@ -68,8 +68,6 @@ def test_a_row_with_a_wrong_value_fails_alone(columns: Columns, row: dict[str, A
 @pytest.mark.parametrize(
     ("completion", "text"),
     [
-        ("plain", "plain"),
-        ([{"role": "assistant", "content": "one"}], "one"),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}], "a"),
         (
             [
@@ -89,7 +87,7 @@ def test_the_text_of_plain_and_conversational_completions(completion: Any, text:
 
 def test_a_completion_with_tools_has_its_messages_in_extra_info_and_the_length_of_its_tokens() -> None:
     messages = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    (sample,) = Columns().samples(["p"], [messages], [[5, 6, 7]], {}, step=None)
+    (sample,) = Columns().samples({"prompts": ["p"], "completions": [messages], "completion_ids": [[5, 6, 7]]}, {})
     assert sample.extra_info == {"completion": messages}
     assert sample.response_length == 3
 
@@ -100,11 +98,10 @@ def test_a_completion_with_tools_has_its_messages_in_extra_info_and_the_length_o
         (
             Columns(ground_truth="anwser"),
             {"answer": ["1"], "level": [2]},
-            r"no column 'anwser' .*'answer'\? Its columns are answer, level:",
+            r"no column 'anwser', .*'answer'\? Its columns are answer, level:",
         ),
-        (Columns(), {"answer": ["1"]}, r"the reward function, which requires ground_truth.*ground_truth=\.\.\."),
+        (Columns(), {"answer": ["1"]}, r"no column 'ground_truth', which is required.*ground_truth=\.\.\."),
         (Columns("answer"), {"answer": ["1", "2"]}, "column 'answer' must be a list with 1 values"),
-        (Columns("answer"), {"answer": "1"}, "column 'answer' must be a list with 1 values"),
     ],
 )
 def test_columns_that_do_not_fit_are_errors(columns: Columns, data: dict[str, Any], message: str) -> None:
@@ -118,7 +115,6 @@ def test_columns_that_do_not_fit_are_errors(columns: Columns, data: dict[str, An
     [
         ("aaba", None, [2, 1, 1]),
         ([[{"role": "user", "content": text}] for text in "aab"], None, [2, 1]),
-        ("", None, []),
         ("aaaabb", 2, [2, 2, 2]),
     ],
 )

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ from reward_loop import (
     FunctionLoadError,
     NaiveRewardLoopManager,
     RewardAgent,
-    RewardFunctionError,
     RewardSample,
 )
 from reward_loop.adapters.trl import TRLReward, reward_function
@@ -59,14 +59,6 @@ async def test_scores_come_back_in_order_and_masked_samples_are_none() -> None:
     async with opened(equals, ground_truth="answer") as reward:
         rewards = await reward(["2+2="] * 5, ["4", "5", "crash", "?", chat], answer=["4"] * 5)
     assert rewards == [1.0, 0.0, None, None, 1.0]
-
-
-async def test_the_policies_of_the_options_apply() -> None:
-    async with opened(equals, options={"on_failed": "default", "default_score": -1.0}) as reward:
-        assert await reward(["p"], ["crash"], ground_truth=["1"]) == [-1.0]
-    async with opened(equals, options={"on_failed": "raise"}) as reward:
-        with pytest.raises(RewardFunctionError, match="the judge is broken"):
-            await reward(["p"], ["crash"], ground_truth=["1"])
 
 
 async def test_outcomes_are_logged_and_recorded_with_step_and_group(tmp_path: Path) -> None:
@@ -115,17 +107,6 @@ async def test_post_process_scores_gives_the_same_rewards_as_an_agent() -> None:
     assert scores == [-1.0, None, 1.0, -1.5, None, 1.5]
     assert [one["reward_score"] for one in expected] == [score or 0.0 for score in scores]
     assert [one["reward_extra_info"]["reward_masked"] for one in expected] == [score is None for score in scores]
-
-
-async def test_several_batches_run_at_the_same_time() -> None:
-    both = asyncio.Barrier(2)
-
-    async def waits(solution_str: str) -> float:
-        await both.wait()
-        return 1.0
-
-    async with opened(waits) as reward, asyncio.timeout(30):
-        assert await asyncio.gather(reward(["a"], ["x"]), reward(["b"], ["y"])) == [[1.0], [1.0]]
 
 
 async def test_a_cancelled_batch_cancels_its_calls() -> None:
@@ -255,35 +236,18 @@ async def test_a_close_while_the_agent_starts_leaves_it_to_the_next_close() -> N
     assert not [thread for thread in threading.enumerate() if thread.name == "reward-agent"]
 
 
-def test_several_trainers_may_use_a_function_on_event_loops_of_their_own() -> None:
+def test_calls_may_come_from_several_event_loops_at_the_same_time() -> None:
     both = threading.Barrier(2)
 
     def waits(solution_str: str) -> float:
         both.wait(30)
         return float(solution_str)
 
-    with running_loop() as first, running_loop() as second, reward_function(waits) as reward:
-        for loops in ((first, second), (second, first)):
-            calls = [
-                asyncio.run_coroutine_threadsafe(reward(["p"], [str(index)]), loop) for index, loop in enumerate(loops)
-            ]
-            assert [call.result(30) for call in calls] == [[0.0], [1.0]]
+    with reward_function(waits) as reward, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(lambda text=text: asyncio.run(reward(["p"], [text]))) for text in "01"]  # type: ignore[misc]
+        assert [call.result(60) for call in calls] == [[0.0], [1.0]]
         reward.close()
         reward.close()  # a second time changes nothing
-
-
-@contextmanager
-def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread, as a trainer's."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()
 
 
 # --- Metrics
@@ -364,7 +328,7 @@ async def test_what_trl_does_not_pass_is_named_before_the_first_reward() -> None
     with pytest.raises(ConfigError, match="set max_completion_length"):
         reward_function(lambda is_truncated: 1.0)
     async with opened(lambda validate: 1.0) as reward:
-        with pytest.raises(ConfigError, match="add a column `validate`"):
+        with pytest.raises(ConfigError, match="no column 'validate', which is required"):
             await reward(["p"], ["x"])
     with pytest.raises(ConfigError, match="skip_special_tokens=False has an effect only in a verl run"):
         async with opened(lambda solution_str: 1.0, options={"skip_special_tokens": False}) as reward:

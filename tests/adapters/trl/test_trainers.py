@@ -27,7 +27,6 @@ from tests.adapters.trl.trainers import (
     Call,
     Judge,
     UntilTheNext,
-    config,
     score,
     trainer,
 )
@@ -322,18 +321,19 @@ def test_unsupported_options_are_refused_and_the_clip_range_is_wider_by_default(
     tmp_path: Path, tiny_generative_model: Path
 ) -> None:
     from reward_loop.adapters.trl import OverlappedGRPOTrainer
-    from reward_loop.adapters.trl.overlapped import with_defaults
 
     def sync(completions: Any, **_: Any) -> list[float]:
         return [1.0] * len(completions)
 
     with pytest.raises(ConfigError, match="hides the time of async reward functions, and reward_funcs has none"):
         trainer(OverlappedGRPOTrainer, tiny_generative_model, tmp_path, sync)
-    plain = config(tmp_path)
-    assert with_defaults(plain, "model").epsilon_high == 0.4
-    assert plain.epsilon_high is None
-    assert with_defaults(config(tmp_path, epsilon_high=0.3), "model").epsilon_high == 0.3
-    assert with_defaults(config(tmp_path, loss_type="cispo"), "model").epsilon_high is None
+
+    async def scores(completions: Any, **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    for options, bound in (({}, 0.4), ({"epsilon_high": 0.3}, 0.3), ({"loss_type": "cispo"}, 0.2)):
+        made = trainer(OverlappedGRPOTrainer, tiny_generative_model, tmp_path, scores, **options)
+        assert made.epsilon_high == bound
 
 
 def test_another_release_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,16 +370,3 @@ def test_two_processes_with_uneven_judges_have_equal_weights(tmp_path: Path, tin
     assert all(digests), outputs
     assert {found.groups()[1:] for found in digests if found} == {("3", "2")}
     assert len({found[1] for found in digests if found}) == 1
-
-
-def test_the_rloo_trainer_takes_the_reward_function(tmp_path: Path, tiny_generative_model: Path) -> None:
-    from trl import RLOOTrainer
-
-    async def scores(solution_str: str, ground_truth: str) -> float | None:
-        return score(solution_str) if len(solution_str) % 2 else None
-
-    options: dict[str, Any] = {"settings": "RLOOConfig", "max_steps": 2, "steps_per_generation": 1}
-    with reward_function(scores, ground_truth="answer") as reward:
-        made = trainer(RLOOTrainer, tiny_generative_model, tmp_path, reward, **options)
-        made.train()
-    assert made.state.global_step == 2
