@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from reward_loop.client.http import Exchange, Timeout, post, repeated
@@ -23,11 +24,6 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-
-    @property
-    def total_tokens(self) -> int:
-        """The sum of both."""
-        return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
@@ -52,8 +48,6 @@ class Reply:
     """The reasoning, if the server returns it separately."""
     model: str | None = None
     """The name of the model, as the server reports it."""
-    body: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The decoded JSON answer of the server."""
 
     @property
     def cut_off(self) -> bool:
@@ -110,7 +104,8 @@ async def complete(
     """
     if request.get("stream") or request.get("n", 1) != 1:
         raise ConfigError("chat_complete returns one complete reply: remove `stream` and `n`")
-    body = {"messages": messages_of(prompt), **({"model": model} if model else {}), **request}
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    body = {"messages": messages, **({"model": model} if model else {}), **request}
     async with post(address, "/v1/chat/completions", body, **options) as (answer, exchange):
         return _reply(address, answer, exchange, model), exchange
 
@@ -119,53 +114,41 @@ def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | No
     """Book the usage, and return the reply in an answer."""
     # First: an answer without a usable reply has cost tokens, too.
     usage = book_usage(answer, exchange)
-
-    def text(fields: Mapping[str, Any], name: str) -> str | None:
-        value = fields.get(name)
-        # Some services send a list of parts, which may contain the reasoning.
-        known = _text_of_parts(value) if name == "content" and isinstance(value, list) else value
-        if isinstance(known, str):
-            return _LONE_SURROGATES.sub("\ufffd", known)  # they cannot be encoded
-        if value is None or name.startswith("reasoning"):  # no score depends on it
-            return None
-        raise exchange.failed(address, f"whose {name!r} is not text", value)
-
     try:
         choice = answer["choices"][0]
         message = choice["message"]
+        content, reasoning = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
+        parts = content if isinstance(content, list) else []
+        refuses = message.get("refusal") or any(part.get("type") == "refusal" for part in parts)
         # A service may send text beside its refusal, or beside the error that ended the reply.
-        unfinished = "refusal" if _refuses(message) else "error" if choice.get("error") or answer.get("error") else None
+        unfinished = "refusal" if refuses else "error" if choice.get("error") or answer.get("error") else None
         reply = Reply(
-            text=text(message, "content") or "",
-            finish_reason=unfinished or text(choice, "finish_reason"),
+            text=_text(content) or "",
+            finish_reason=unfinished or _text(choice.get("finish_reason")),
             usage=usage,
             logprobs=_logprobs(choice.get("logprobs")),
-            reasoning=text(message, "reasoning_content") or text(message, "reasoning"),
-            model=text(answer, "model"),
-            body=answer,
+            reasoning=_text(reasoning) if isinstance(reasoning, str) else None,  # no score depends on it
+            model=_text(answer.get("model")),
         )
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise exchange.failed(address, "without a reply", answer) from None
+        raise exchange.failed(address, "without a reply in text", answer) from None
     if reply.finish_reason == "abort":  # the server has ended the request, for example to restart
         raise exchange.failed(address, "that it has aborted", answer)
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
     return reply
 
 
-def _text_of_parts(content: Any) -> str | None:
-    """Return the text of a content in parts, without parts of other types, such as reasoning; ``None`` if invalid."""
-    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+def _text(value: Any) -> str | None:
+    """Return a text; ``None`` if there is none.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is something else.
+    """
+    if value is None:
         return None
-    texts = [part.get("text") for part in content if part.get("type", "text") in ("text", "output_text")]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
-
-
-def _refuses(message: Mapping[str, Any]) -> bool:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    return bool(message.get("refusal")) or any(
-        isinstance(part, Mapping) and part.get("type") == "refusal" for part in parts
-    )
+    if isinstance(value, list):  # of parts, some of which may be the reasoning
+        value = "".join(part["text"] for part in value if part.get("type", "text") in ("text", "output_text"))
+    return _LONE_SURROGATES.sub("\ufffd", value)  # they cannot be encoded
 
 
 def _logprobs(given: Any) -> Sequence[Mapping[str, Any]] | None:
@@ -174,21 +157,22 @@ def _logprobs(given: Any) -> Sequence[Mapping[str, Any]] | None:
     return tokens if is_known else None
 
 
-def messages_of(prompt: Prompt) -> list[Mapping[str, Any]]:
-    """Return the prompt as a list of messages; a string becomes one user message."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
-def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
+def book_usage(answer: Any, exchange: Exchange) -> Usage:
     """Return the token usage that an answer reports, and add it to the held limits and the budget.
 
     Args:
-        answer: the decoded JSON answer.
+        answer: the decoded JSON answer. SGLang's have the counts in `meta_info`, its rerankers' in that of each result.
         exchange: the exchange, which adds the usage to the record of the sample.
-        field: the field of the answer with the token counts.
     """
-    counts = answer.get(field) if isinstance(answer, Mapping) else None
-    counts = counts if isinstance(counts, Mapping) else {}
+    usage = sum(map(_usage, answer if isinstance(answer, list) else [answer]), Usage())
+    book_tokens(usage.prompt_tokens + usage.completion_tokens)
+    exchange.update(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+    return usage
+
+
+def _usage(answer: Any) -> Usage:
+    given = (answer.get("usage") or answer.get("meta_info")) if isinstance(answer, Mapping) else None
+    counts = given if isinstance(given, Mapping) else {}
     details = counts.get("completion_tokens_details")
     reasoning = details if isinstance(details, Mapping) else counts
     prompt = _tokens(counts, "prompt_tokens", "input_tokens")
@@ -197,20 +181,13 @@ def book_usage(answer: Any, exchange: Exchange, field: str = "usage") -> Usage:
     completion = max(completion, _tokens(reasoning, "reasoning_tokens"))
     rest = max(0, _tokens(counts, "total_tokens") - prompt - completion)
     # Rerankers report only the total.
-    prompt, completion = (prompt, completion + rest) if prompt else (prompt + rest, completion)
-    usage = Usage(prompt, completion)
-    book_tokens(usage.total_tokens)
-    exchange.use(prompt, completion)
-    return usage
+    return Usage(prompt, completion + rest) if prompt else Usage(rest, completion)
 
 
 def _tokens(counts: Mapping[str, Any], *names: str) -> int:
     """Return the first count that is a number above 0, also as a text; 0 if there is none."""
     for name in names:
-        try:
-            number = float(counts.get(name) or 0)
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if 0 < number < 2**53:
-            return int(number)
+        with suppress(TypeError, ValueError, OverflowError):
+            if (number := int(float(counts.get(name) or 0))) > 0:
+                return number
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reward_loop.client.chat import book_usage
 from reward_loop.client.fence import leading_control_token, without_control_tokens
-from reward_loop.client.http import Exchange, Timeout, post, repeated
+from reward_loop.client.http import Timeout, post, repeated
 from reward_loop.errors import ConfigError
 
 
@@ -47,24 +47,20 @@ async def classify(
     # vLLM reads `input`, and returns logits if `use_activation` is false. SGLang's `/classify` reads `text`, and always
     # returns logits. Each ignores the fields of the other.
     if isinstance(text, str):
-        kept = text if templated else _plain(_untemplated(text))
+        # Broken up, a template of the caller would be scored as text.
+        if not templated and (token := leading_control_token(text)):
+            raise ConfigError(
+                f"classify: the text begins with {token!r}, a control token of a chat template: pass messages, or "
+                "templated=True with without_control_tokens(response) in the template"
+            )
+        kept = text if templated else _plain(text)
         given: dict[str, Any] = {"input": kept, "text": kept}
     else:
-        given = {"messages": [_plain(message) for message in text]}
+        given = {"messages": _plain(text)}
     body = {**given, "use_activation": False, **({"model": model} if model else {})}
-    options = {"timeout": timeout, "api_key_env": api_key_env}
-    logits = await repeated(lambda: _classify(address, body, options), address)
+    # Not SGLang's `/v1/classify`, which applies softmax: the score of a single label would always be 1.
+    logits = await _asked(address, "/classify", body, _logits, timeout=timeout, api_key_env=api_key_env)
     return logits[0] if len(logits) == 1 else logits
-
-
-def _untemplated(text: str) -> str:
-    """Refuse a text that begins with a control token: broken up, a template of the caller would be scored as text."""
-    if (token := leading_control_token(text)) is not None:
-        raise ConfigError(
-            f"classify: the text begins with {token!r}, a control token of a chat template: pass messages, or "
-            "templated=True with without_control_tokens(response) in the template"
-        )
-    return text
 
 
 def _plain(given: Any) -> Any:
@@ -76,28 +72,28 @@ def _plain(given: Any) -> Any:
     return [_plain(one) for one in given] if isinstance(given, list | tuple) else given
 
 
-async def _classify(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
-    # Not SGLang's `/v1/classify`, which applies softmax: the score of a single label would always be 1.
-    async with post(address, "/classify", body, **options) as (answer, exchange):
-        return _logits(address, answer, exchange)
+async def _asked(
+    address: str | None, path: str, body: Mapping[str, Any], read: Callable[[Any], list[float]], **options: Any
+) -> list[float]:
+    """Return what `read` finds in the answer to a request. The options are those of `post`."""
+
+    async def once() -> list[float]:
+        async with post(address, path, body, **options) as (answer, exchange):
+            book_usage(answer, exchange)
+            try:
+                values = read(answer)
+            except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
+                raise exchange.failed(address, "without logits or scores", answer) from None
+            exchange.end(verdict=values, score=values[0] if len(values) == 1 else None)
+            return values
+
+    return await repeated(once, address)
 
 
-def _logits(address: str | None, answer: Any, exchange: Exchange) -> list[float]:
-    book_usage(answer, exchange)
-    book_usage(answer, exchange, "meta_info")  # SGLang
-    try:
-        found = answer["data"][0] if "data" in answer else answer
-        # `probs` of vLLM's /classify, `data` of its /pooling, `score` of its /v1/score, `embedding` of SGLang.
-        values = next(found[name] for name in ("probs", "data", "score", "embedding") if name in found)
-        while isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
-            (values,) = values
-        logits = [float(logit) for logit in (values if isinstance(values, list) else [values])]
-        if not logits:
-            raise ValueError("no logits")
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError, StopIteration):
-        raise exchange.failed(address, "without logits", answer) from None
-    exchange.end(verdict=logits, score=logits[0] if len(logits) == 1 else None)
-    return logits
+def _logits(answer: Any) -> list[float]:
+    """Return the logits in an answer of vLLM, or of SGLang, whose field is `embedding`."""
+    found = answer["data"][0]["probs"] if "data" in answer else answer["embedding"]
+    return [float(logit) for logit in found]
 
 
 async def score(
@@ -136,30 +132,14 @@ async def score(
     if not templated:
         query, documents = _plain(query), _plain(list(documents))
     body = {"query": query, "documents": list(documents), **({"model": model} if model else {}), **request}
-    options = {"timeout": timeout, "api_key_env": api_key_env}
-    return await repeated(lambda: _score(address, body, options), address)
 
-
-async def _score(address: str | None, body: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
-    async with post(address, "/v1/rerank", body, **options) as (answer, exchange):
-        return _scores(address, answer, exchange, len(body["documents"]))
-
-
-def _scores(address: str | None, answer: Any, exchange: Exchange, number: int) -> list[float]:
-    book_usage(answer, exchange)
-    try:
-        # vLLM, Jina and Cohere send a mapping with `results`, vLLM's /v1/score one with `data`; SGLang sends a list of
-        # results, each with token counts.
-        results = answer["results" if "results" in answer else "data"] if isinstance(answer, Mapping) else answer
-        if not isinstance(answer, Mapping):
-            for result in results:
-                book_usage(result, exchange, "meta_info")
-        scores = {
+    def scores(answer: Any) -> list[float]:
+        # vLLM, Jina and Cohere send a mapping with `results`, SGLang a list of results.
+        results = answer["results"] if isinstance(answer, Mapping) else answer
+        by_index = {
             int(result["index"]): float(result["relevance_score" if "relevance_score" in result else "score"])
             for result in results
         }
-        ordered = [scores[index] for index in range(number)]
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        raise exchange.failed(address, "without a score for each document", answer) from None
-    exchange.end(verdict=ordered, score=ordered[0] if len(ordered) == 1 else None)
-    return ordered
+        return [by_index[index] for index in range(len(documents))]
+
+    return await _asked(address, "/v1/rerank", body, scores, timeout=timeout, api_key_env=api_key_env)

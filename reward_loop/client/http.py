@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-import os
 import re
 import resource
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote, unquote_plus, urlsplit
@@ -35,7 +34,7 @@ from reward_loop._util.transient import (
 )
 from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import RequestRetries, call_here, outside_the_deadline, report_answer
+from reward_loop.limits.call import Call, RequestRetries, call_here, outside_the_deadline, report_answer
 from reward_loop.limits.call import limit as limited
 from reward_loop.limits.local import ModelRequests, answer_of
 from reward_loop.limits.outages import JudgeAddress
@@ -44,10 +43,6 @@ from reward_loop.records.writer import MIN_LENGTH
 
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 """The longest reply, in bytes after decompression."""
-
-_MAX_RESENDS = 1
-"""How many times a request to ``host:port`` is sent again after its connection was lost. Further losses are an
-outage: see the table in `scoring/retry.py`."""
 
 _SYN_RETRIES = 3
 """How often the kernel repeats the request for a connection. An address that has not answered after 15 s counts as
@@ -98,13 +93,6 @@ USUAL_TIMEOUT_S = 300.0
 """The default timeout. The router's own, ``request_timeout_s``, is shorter: its explanation must arrive before."""
 
 
-class _ReplyTooLongError(Exception):
-    """A reply is longer than the limit."""
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-
 @asynccontextmanager
 async def post(
     address: str | None,
@@ -121,8 +109,8 @@ async def post(
     The permit of the limit is held within the block, in which the caller books the tokens.
 
     A cancelled request closes its connection, so that the server stops working on it. The connections of an event loop
-    use at most half of the file descriptors that were free when its session was created (``ulimit -n``); further
-    requests wait for a connection.
+    use at most half of the file descriptors that the process may open (``ulimit -n``); further requests wait for a
+    connection.
 
     If the connection to a ``host:port`` is lost before the answer is complete, for example because the router was
     killed, the request is sent again, once and within the timeout. Requests to a base URL are not: a service might
@@ -145,32 +133,34 @@ async def post(
     """
     url = url_of(address, path)
     is_base_url = "://" in (address or "")
-    headers = {"content-type": "application/json", **_authorization(api_key_env, url)}
-    if not is_base_url and (group := _group()):
-        # A hash: the id of a group may be any text, and a header may not.
-        headers[GROUP_HEADER] = blake2b(group.encode(errors="replace"), digest_size=8).hexdigest()
-    headers |= _sample_headers()
     call = None if is_base_url else call_here()
+    headers = _headers(call, is_base_url, api_key_env)
     model = body.get("model")
     own = ModelRequests() if call is None else _requests(call.models, model)
     limit = limit or own.limit
     if timeout == "model":
         timeout = own.timeout or USUAL_TIMEOUT_S
-    if call is not None and call.request_retries.waits_for_outages:
-        headers[NO_WAIT_HEADER] = "1"
     if cache is not None and (known := await cache.get(url, body)) is not None:
-        stored = _begin(url, body, api_key_env)
+        stored = Exchange(url, body, api_key_env)
         stored.update(response=known, cached=True)
         yield known, stored
         return
     judge = JudgeAddress(server_of(url), model or "")
     _raise_if_away(url, judge)
-    async with AsyncExitStack() as stack:
-        if limit is not None:
-            await stack.enter_async_context(limited(limit))
-        exchange = _begin(url, body, api_key_env)
-        with _timed(exchange, judge):
+    async with nullcontext() if limit is None else limited(limit):
+        exchange = Exchange(url, body, api_key_env)
+        started = time.perf_counter()
+        try:
             answer = await _post(exchange, url, is_base_url, headers, body, timeout)
+        except BaseException as error:
+            if isinstance(error, RequestError):
+                error.args = (exchange.without_secrets(str(error)),)  # a service may repeat the key
+                error.asked_model = judge.model
+                # Here: if the function catches the error, its own limits would otherwise count an answer.
+                report_answer(*answer_of(error))
+            exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
+            raise
+        exchange.update(seconds=time.perf_counter() - started)
         yield answer, exchange
     if cache is not None:
         await cache.put(url, body, answer)
@@ -181,24 +171,6 @@ def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRe
     if model is None and len(models) == 1:
         return next(iter(models.values()))
     return ModelRequests() if model is None else models.get(model, ModelRequests())
-
-
-@contextmanager
-def _timed(exchange: Exchange, judge: JudgeAddress) -> Iterator[None]:
-    """Add the seconds of the block to the exchange; an error ends it."""
-    started = time.perf_counter()
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, RequestError):  # a service may repeat the key
-            error.args = (exchange.without_secrets(str(error)),)
-        exchange.end(seconds=time.perf_counter() - started, error=_cause(error))
-        if isinstance(error, RequestError):
-            error.asked_model = judge.model
-            # Here: if the function catches the error, its own limits would otherwise count an answer.
-            report_answer(*answer_of(error))
-        raise
-    exchange.update(seconds=time.perf_counter() - started)
 
 
 def _raise_if_away(url: str, judge: JudgeAddress) -> None:
@@ -216,8 +188,7 @@ def _raise_if_away(url: str, judge: JudgeAddress) -> None:
 
 def server_of(url: str) -> str:
     """Return scheme, host and port of a URL: the name of its server in an outage."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    return "/".join(shown_url(url).split("/")[:3])
 
 
 def shown_url(url: str | None) -> str:
@@ -239,48 +210,29 @@ def _secrets(url: str, api_key_env: str | None) -> list[str]:
     return sorted((form for form in forms if len(form) > 1), key=len, reverse=True)
 
 
-def _without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """Return a text, such as an error of a service that repeats the key, without the secrets of the request.
-
-    Short ones, such as ``v1`` of ``api-version=v1``, are hidden where they stand alone, and not in other words.
-    """
-    alone = "(?<![A-Za-z0-9])%s(?![A-Za-z0-9])"
-    patterns = ["%s" if len(secret) >= MIN_LENGTH else alone for secret in secrets]
-    found = [pattern % re.escape(secret) for pattern, secret in zip(patterns, secrets, strict=True)]
-    return re.sub("|".join(found), "[API key]", text) if found else text
-
-
-def _sample_headers() -> dict[str, str]:
-    """Return the headers by which the log of a judge can be joined with the records of the run."""
-    active, call = current(), call_here()
-    if active is None or active.sample.uid is None:
-        return {}
-    # Encoded: a uid may be any text, and a header may not.
-    uid = quote(str(active.sample.uid), safe=" !#$&'()*+,/:;=?@[]", errors="replace")
-    return {SAMPLE_HEADER: uid, ATTEMPT_HEADER: str(1 if call is None else call.attempt)}
-
-
-def _group() -> str | None:
-    """Return the group of the sample that the calling code scores."""
-    active = current()
-    return active.sample.group if active else None
+def _headers(call: Call | None, is_base_url: bool, api_key_env: str | None) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    if api_key_env is not None:
+        if (key := api_key_of(api_key_env)) is None:
+            raise ConfigError(f"the environment variable {api_key_env}, which should hold the API key, is not set")
+        headers["authorization"] = f"Bearer {key}"
+    if call is not None and call.request_retries.waits_for_outages:
+        headers[NO_WAIT_HEADER] = "1"
+    if (active := current()) is None:
+        return headers
+    if active.sample.group and not is_base_url:
+        # A hash: the id of a group may be any text, and a header may not.
+        headers[GROUP_HEADER] = blake2b(active.sample.group.encode(errors="replace"), digest_size=8).hexdigest()
+    if active.sample.uid is not None:
+        # Encoded: a uid may be any text, and a header may not.
+        headers[SAMPLE_HEADER] = quote(str(active.sample.uid), safe=" !#$&'()*+,/:;=?@[]", errors="replace")
+        headers[ATTEMPT_HEADER] = str(_attempt())
+    return headers
 
 
-def _begin(url: str, body: Mapping[str, Any], api_key_env: str | None) -> Exchange:
-    # Before anything is recorded: an error answer may repeat the key.
-    secrets = _secrets(url, api_key_env)
-    for secret in secrets:
-        hide(secret)
-    exchange = Exchange(
-        time=time.time(),
-        url=shown_url(url),
-        model=body.get("model"),
-        messages=body.get("messages"),
-        request={name: value for name, value in body.items() if name != "messages"},
-        api_key_env=api_key_env,
-    )
-    exchange.without_secrets = functools.partial(_without_secrets, secrets=secrets)
-    return exchange
+def _attempt() -> int:
+    call = call_here()
+    return 1 if call is None else call.attempt
 
 
 def _cause(error: BaseException) -> str:
@@ -316,16 +268,18 @@ async def _post(
 
             async def once() -> Answer:
                 async with asyncio.timeout(timeout):
-                    return await _send_and_read(send, 0 if is_base_url else _MAX_RESENDS)
+                    try:
+                        return await _send_and_read(send)
+                    # Also a `ClientOSError`; but there was no connection: an outage, whose end the function waits for.
+                    except aiohttp.ClientConnectorError:
+                        raise
+                    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError):
+                        if is_base_url:
+                            raise
+                        # Once: further losses are an outage, see the table in `scoring/retry.py`.
+                        return await _send_and_read(send)
 
             response, data = await _in_a_place(once)
-        exchange.update(backend=response.headers.get(BACKEND_HEADER))
-    except _ReplyTooLongError as error:
-        exchange.update(status=error.status)
-        raise RequestError(
-            f"{what} was answered with status {error.status} and more than {MAX_REPLY_BYTES} bytes after decompression",
-            status=error.status,
-        ) from None
     except TimeoutError as error:
         raise RequestError(f"{what}: no answer within {timeout:g} s") from error
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
@@ -334,6 +288,13 @@ async def _post(
     except (aiohttp.ClientError, OSError) as error:
         away = None if unreachable(error) is None else server_of(url)
         raise RequestError(f"{what}: {type(error).__name__}: {error}", unreachable=away) from error
+    exchange.update(backend=response.headers.get(BACKEND_HEADER), status=response.status)
+    if len(data) > MAX_REPLY_BYTES:
+        raise RequestError(
+            f"{what} was answered with status {response.status} and more than {MAX_REPLY_BYTES} bytes after "
+            "decompression",
+            status=response.status,
+        )
     answer = _decoded(data)
     status = _status_in(answer) if response.status == 200 else response.status
     if status == 200 and answer is not None:
@@ -381,13 +342,11 @@ def _status_in(answer: Any) -> int:
     Gateways, such as OpenRouter, send the status of a model's error there.
     """
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    for part in (answer, *(choices if isinstance(choices, list) else ())):
-        error = part.get("error") if isinstance(part, Mapping) else None
-        given = [error.get(name) for name in ("code", "status", "status_code")] if isinstance(error, Mapping) else []
-        for code in map(str, given):
-            if re.fullmatch("[45][0-9]{2}", code):
-                return int(code)
-    return 200
+    parts = (answer, *(choices if isinstance(choices, list) else ()))
+    errors = [part.get("error") for part in parts if isinstance(part, Mapping)]
+    names = ("code", "status", "status_code")
+    codes = [str(error.get(name)) for error in errors if isinstance(error, Mapping) for name in names]
+    return next((int(code) for code in codes if re.fullmatch("[45][0-9]{2}", code)), 200)
 
 
 async def _in_a_place(send: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -416,52 +375,31 @@ def _is_full(response: aiohttp.ClientResponse, data: bytes) -> bool:
     return not has_cause and asked_pause(response.headers, status, text) is None
 
 
-async def _send_and_read(send: Callable[[], Awaitable[aiohttp.ClientResponse]], resends: int) -> Answer:
-    """Send a request and read the body of the answer. Repeat both if the connection is lost, `resends` times."""
-    while True:
-        try:
-            async with await send() as response:
-                return response, await _read(response)
-        # Also a `ClientOSError`; but it is an outage: the function waits for its end, and nothing is sent again here.
-        except aiohttp.ClientConnectorError:  # there was no connection
-            raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError):
-            if not resends:
-                raise
-            resends -= 1
+async def _send_and_read(send: Callable[[], Awaitable[aiohttp.ClientResponse]]) -> Answer:
+    """Send a request, and read the body of the answer."""
+    async with await send() as response:
+        return response, await _read(response)
 
 
 def _max_connections() -> int:
     """Return the maximum number of concurrent connections of an event loop; 0 for no limit.
 
-    This is half of the file descriptors that this process can still open (``ulimit -n``). The other half is for other
-    event loops and the rest of the program.
+    This is half of the file descriptors that this process may open (``ulimit -n``). The other half is for other event
+    loops and the rest of the program.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return 0
-    try:
-        in_use = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        in_use = 0
-    return max(1, (limit - in_use) // 2)
+    return 0 if limit == resource.RLIM_INFINITY else limit // 2
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Return the decompressed body of a reply.
-
-    Raises:
-        _ReplyTooLongError: the body is longer than `MAX_REPLY_BYTES`; the connection is closed.
-    """
-    chunks: list[bytes] = []
-    size = 0
+    """Return the decompressed body of a reply. Of one longer than `MAX_REPLY_BYTES`, only the beginning is read."""
+    data = bytearray()
     async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > MAX_REPLY_BYTES:
+        data += chunk
+        if len(data) > MAX_REPLY_BYTES:
             response.close()
-            raise _ReplyTooLongError(response.status)
-        chunks.append(chunk)
-    return b"".join(chunks)
+            break
+    return bytes(data)
 
 
 async def shared_session() -> aiohttp.ClientSession:
@@ -470,16 +408,14 @@ async def shared_session() -> aiohttp.ClientSession:
     The session closes when the loop shuts down its asynchronous generators, as `asyncio.run` does.
     """
     loop = asyncio.get_running_loop()
-    if loop in _sessions and not _sessions[loop][1].closed:
-        return _sessions[loop][1]
-    for ended in [other for other in _sessions if other.is_closed()]:
-        del _sessions[ended]
-    # The session is held by an asynchronous generator, which the loop closes when it shuts down.
-    keeper = _keep(loop)
-    session = await anext(keeper)
-    # The keeper, too: the event loop has only a weak reference to it.
-    _sessions[loop] = keeper, session
-    return session
+    if loop not in _sessions:
+        for ended in [other for other in _sessions if other.is_closed()]:
+            del _sessions[ended]
+        # The session is held by an asynchronous generator, which the loop closes when it shuts down. The keeper is
+        # held, too: the event loop has only a weak reference to it.
+        keeper = _keep(loop)
+        _sessions[loop] = keeper, await anext(keeper)
+    return _sessions[loop][1]
 
 
 async def _keep(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[aiohttp.ClientSession, None]:
@@ -504,17 +440,6 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return connection
 
 
-def _authorization(variable: str | None, url: str) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if "@" in urlsplit(url).netloc:
-        raise ConfigError(f"{server_of(url)} has a user in its address and an API key ({variable}): remove one of them")
-    key = api_key_of(variable)
-    if key is None:
-        raise ConfigError(f"the environment variable {variable}, which should hold the API key, is not set")
-    return {"authorization": f"Bearer {key}"}
-
-
 def _shown(data: bytes) -> str:
     return shorten(data[:2000].decode("utf-8", "replace"), 500)
 
@@ -527,17 +452,37 @@ class Exchange:
     Outside of a recorded sample, an exchange has no effect.
 
     Args:
-        fields: the first fields; docs/records.md has all names.
+        url, body: the request.
+        api_key_env: the name of the environment variable with the API key.
     """
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, url: str, body: Mapping[str, Any], api_key_env: str | None = None) -> None:
         # Not a counter: the attempts of a sample may run in different processes.
-        self._id = secrets.token_hex(4)
-        self._send = _destination()
+        self._head = {"id": secrets.token_hex(4), "attempt": _attempt()}
+        self._sample = current()
         self._fields: dict[str, Any] = {}
-        self.model = fields.get("model")
-        self.without_secrets: Callable[[str], str] = str
-        self.end(**fields)
+        self._secrets = _secrets(url, api_key_env)
+        # Before anything is recorded: an error answer may repeat the key.
+        for secret in self._secrets:
+            hide(secret)
+        self.model = body.get("model")
+        self.end(
+            time=time.time(),
+            url=shown_url(url),
+            model=self.model,
+            messages=body.get("messages"),
+            request={name: value for name, value in body.items() if name != "messages"},
+            api_key_env=api_key_env,
+        )
+
+    def without_secrets(self, text: str) -> str:
+        """Return a text, such as an error of a service that repeats the key, without the secrets of the request.
+
+        Short ones, such as ``v1`` of ``api-version=v1``, are hidden where they stand alone, and not in other words.
+        """
+        alone = "(?<![A-Za-z0-9])%s(?![A-Za-z0-9])"
+        found = [("%s" if len(one) >= MIN_LENGTH else alone) % re.escape(one) for one in self._secrets]
+        return re.sub("|".join(found), "[API key]", text) if found else text
 
     def update(self, **fields: Any) -> None:
         """Add fields; call `end` afterwards."""
@@ -545,14 +490,9 @@ class Exchange:
 
     def end(self, **fields: Any) -> None:
         """Add fields, and store all that were added so far. Later fields can be added in the same way."""
-        if self._send is not None:
-            self._send({"id": self._id, **self._fields, **fields})
+        if self._sample is not None and self._sample.is_recorded:
+            self._sample.exchange({**self._head, **self._fields, **fields})
         self._fields.clear()
-
-    def use(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Add tokens; call `end` afterwards."""
-        for name, tokens in (("prompt_tokens", prompt_tokens), ("completion_tokens", completion_tokens)):
-            self._fields[name] = self._fields.get(name, 0) + tokens
 
     def failed(self, address: str | None, problem: str, answer: Any) -> RequestError:
         """Add the error of an answer with status 200 that has no usable content, and return it as an exception."""
@@ -560,15 +500,6 @@ class Exchange:
         problem = self.without_secrets(f"{shown_url(address)}{model} sent an answer {problem}: {shorten(answer, 500)}")
         self.end(error=problem)
         return RequestError(problem, status=200)
-
-
-def _destination() -> Callable[[Mapping[str, Any]], None] | None:
-    """Return the function that takes the fields of an exchange; ``None`` if the calling code has no recorded sample."""
-    call, sample = call_here(), current()
-    if sample is None or not sample.is_recorded:
-        return None
-    attempt = 1 if call is None else call.attempt
-    return lambda fields: sample.exchange({**fields, "attempt": attempt})
 
 
 async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attempts: int | None = None) -> T:

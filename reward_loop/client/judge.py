@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import string
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -17,9 +17,9 @@ from reward_loop._util.json import encode
 from reward_loop._util.text import listing
 from reward_loop.client.chat import Reply, complete
 from reward_loop.client.fence import KEY, fenced, without_control_tokens, without_fenced
-from reward_loop.client.http import Exchange, Timeout, repeated
+from reward_loop.client.http import Timeout, repeated
 from reward_loop.client.request_cache import RequestCache
-from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict, value_in
+from reward_loop.client.verdicts import Choice, NoVerdictError, Number, Ratings, Verdict, squeezed
 from reward_loop.errors import ConfigError, RequestError
 
 _LOGPROBS: Mapping[str, Any] = {"logprobs": True, "top_logprobs": 20}
@@ -160,11 +160,10 @@ class Judge:
             )
         stored = None if cache is None else RequestCache(cache)
         self._fence_key = KEY if stored is None else stored.secret
-        self._weighted: Number | Choice | None = None
+        self._expected = expected
         if expected:
             if not isinstance(verdict, Number | Choice):
                 raise ConfigError(f"expected: {type(verdict).__name__} has no expected score, only Number and Choice")
-            self._weighted = verdict
             verdict.words  # noqa: B018 - raises if they are not single tokens
         self._fence = frozenset(fence)
         self._verdict = verdict
@@ -247,9 +246,8 @@ class Judge:
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
         address = address or self._address
-        reply, exchange = await self._ask(address, messages)
-        judgement = self._judge(prompt, reply, marks)
-        exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored)
+        judgement = await self._ask(address, prompt, messages, marks)
+        reply = judgement.reply
         # A longer reply would be cut off again.
         if judgement.unscored is None or self._is_cut_off(reply) or not self._verdict.again:
             return judgement
@@ -258,26 +256,31 @@ class Judge:
             {"role": "user", "content": f"Reply with only {self._verdict.again}."},
         ]
         try:
-            second, exchange = await self._ask(address, messages)
+            second = await self._ask(address, prompt, messages, marks, again=True)
         except RequestError as error:
             if error.status not in (400, 413, 422):
                 raise
             # Such as a conversation that is now too long for the model: another call would end in the same way.
             return replace(judgement, unscored=f"{judgement.unscored}; the server refused the second request: {error}")
-        judgement = self._judge(prompt, second, marks, again=True)
-        exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored, asked_again=True)
-        both = replace(second, text=f"{reply.text}\n\n[asked again]\n{second.text}", usage=reply.usage + second.usage)
-        return replace(judgement, reply=both)
+        text, usage = f"{reply.text}\n\n[asked again]\n{second.reply.text}", reply.usage + second.reply.usage
+        return replace(second, reply=replace(second.reply, text=text, usage=usage))
 
-    async def _ask(self, address: str | None, messages: list[dict[str, str]]) -> tuple[Reply, Exchange]:
+    async def _ask(
+        self, address: str | None, prompt: str, messages: list[dict[str, str]], marks: list[str], again: bool = False
+    ) -> Judgement:
+        """Return the judgement of the reply to a conversation; see `Verdict.read` for ``again``."""
         try:
-            return await repeated(
+            reply, exchange = await repeated(
                 lambda: complete(address, messages, self._model, self._options, self._request), address, self._attempts
             )
         except RequestError as error:
             if error.status in (400, 422) and "response_format" in self._request:
                 await self._check_format(address)
             raise
+        judgement = self._judge(prompt, reply, marks, again)
+        more = {"asked_again": True} if again else {}
+        exchange.end(verdict=judgement.verdict, score=judgement.score, unscored=judgement.unscored, **more)
+        return judgement
 
     async def _check_format(self, address: str | None) -> None:
         """Ask a short question in the format of the verdict, after a request in this format was refused.
@@ -301,7 +304,7 @@ class Judge:
     def _is_cut_off(self, reply: Reply) -> bool:
         return reply.cut_off or (reply.finish_reason == "tool_calls" and not self._request.get("tools"))
 
-    def _judge(self, prompt: str, reply: Reply, marks: Sequence[str], again: bool = False) -> Judgement:
+    def _judge(self, prompt: str, reply: Reply, marks: list[str], again: bool) -> Judgement:
         if self._is_cut_off(reply):
             reason = f"the reply may be cut off: its finish_reason is {reply.finish_reason!r}, not 'stop'"
             hint = "; max_tokens may be too low" if reply.finish_reason == "length" else ""
@@ -309,8 +312,8 @@ class Judge:
         try:
             text = without_fenced(reply.text, marks)
             verdict, score = self._verdict.read(text, again)
-            if self._weighted is not None:
-                expected = expected_score(self._weighted, text, reply, again)
+            if self._expected and isinstance(self._verdict, Number | Choice):
+                expected = expected_score(self._verdict, text, reply, again)
                 score = score if expected is None else expected
         except NoVerdictError as error:
             return Judgement(None, None, prompt, reply, str(error))
@@ -356,21 +359,24 @@ def expected_score(verdict: Number | Choice, text: str, reply: Reply, again: boo
     Raises:
         NoVerdictError: the text contains no valid verdict.
     """
-    found = value_in(verdict, text, again)
-    if found is None:
+    written, tail = verdict.find(text, again)
+    token = None if tail is None else _token_at(reply, tail)
+    if token is None:
         return None
-    written = " ".join(found.value["value"].split()).lower()
-    word = next((word for word in verdict.words if " ".join(word.split()).lower() == written), None)
-    token = _token_at(reply, found.tail)
-    alternatives = None if token is None else _alternatives(token)
-    if word is None or token is None or alternatives is None or _begun(verdict, token["token"]) != [word]:
-        return None
+    written_words = [word for word in verdict.words if squeezed(word) == squeezed(written)]
     weights: dict[str, float] = {}
-    for text_of, logprob in alternatives.items():
-        # Several tokens may begin one word: with a space or a capital letter.
-        words = _begun(verdict, text_of)
-        if len(words) == 1:
-            weights[words[0]] = weights.get(words[0], 0.0) + math.exp(logprob)
+    try:
+        if not written_words or _begun(verdict, token["token"]) != written_words:
+            return None
+        # Also the token that was written, which is not always among the most probable ones.
+        logprobs = {one["token"]: one["logprob"] for one in (token, *token["top_logprobs"])}
+        for text_of, logprob in logprobs.items():
+            # Several tokens may begin one word: with a space or a capital letter.
+            words = _begun(verdict, text_of)
+            if len(words) == 1:
+                weights[words[0]] = weights.get(words[0], 0.0) + math.exp(logprob)
+    except (KeyError, TypeError, AttributeError, OverflowError):  # the server sends another form
+        return None
     total = sum(weights.values())
     # The sum of rounded probabilities may be a little above 1.
     if not _LEAST_COVERED <= total <= 1.01:
@@ -382,21 +388,6 @@ def _begun(verdict: Number | Choice, token: str) -> list[str]:
     """Return the words that begin with the text of a token."""
     start = token.strip(_AROUND).lower()
     return [word for word in verdict.words if start and word.lower().startswith(start)]
-
-
-def _alternatives(token: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the log-probability of each alternative; ``None`` if the server sends them in another form."""
-    top = token.get("top_logprobs")
-    if not isinstance(top, Sequence) or isinstance(top, str):
-        return None
-    found: dict[str, float] = {}
-    for one in (token, *top):  # the token that was written is not always among the most probable ones
-        text, logprob = (one.get("token"), one.get("logprob")) if isinstance(one, Mapping) else (None, None)
-        # Rounding may give a certain token more than 0.
-        if not isinstance(text, str) or not isinstance(logprob, int | float) or not logprob <= 0.001:
-            return None
-        found[text] = logprob
-    return found
 
 
 def _token_at(reply: Reply, tail: str) -> Mapping[str, Any] | None:

@@ -63,20 +63,14 @@ async def panel(
     Raises:
         ServerError: there are failures, and too few scores for the quorum. It is transient, so that the function is
             called again, if the quorum can be reached then.
-        ConfigError: the quorum is not from 1 to the number of judges, or ``combine`` is not a function. No judge is
-            asked.
+        ConfigError: the quorum is not from 1 to the number of judges. No judge is asked.
     """
     needed = len(asked) // 2 + 1 if quorum is None else quorum
-    problem = None
-    if not 1 <= needed <= len(asked):
-        problem = f"quorum={needed}: it must be from 1 to the number of judges, {len(asked)}"
-    elif not callable(combine):
-        problem = f"combine={combine!r}: it must be a function, such as reward_loop.client.majority"
-    if problem is not None:  # before the judges are asked, and paid for
+    if not 1 <= needed <= len(asked):  # before the judges are asked, and paid for
         for one in asked.values():
             # Otherwise Python warns of a coroutine that was never awaited; a task of the caller would go on.
             one.close() if asyncio.iscoroutine(one) else asyncio.ensure_future(one).cancel()
-        raise ConfigError(problem)
+        raise ConfigError(f"quorum={needed}: it must be from 1 to the number of judges, {len(asked)}")
     results = dict(zip(asked, await together(map(_result, asked.values())), strict=True))
     failures = {name: result for name, result in results.items() if isinstance(result, Exception)}
     given = {name: result for name, result in results.items() if isinstance(result, Judgement)}
@@ -109,7 +103,6 @@ async def spot_check(
     share: float = 0.2,
     *,
     seed: int = 0,
-    accept: float = 0.5,
     uid: str | None = None,
 ) -> Judgement:
     """Score a response by a cheap judge, and check a random share of the responses by a strong one, without bias.
@@ -132,13 +125,11 @@ async def spot_check(
         share: the share of samples that are checked, above 0 and at most 1. The variance of the reward grows with
             (1 - share) / share: below 0.15, it is too large for most groups.
         seed: another seed checks other samples.
-        accept: the smallest score of an answer that a judge accepts, to count the wrong answers that `cheap` accepts.
         uid: a name of the sample, hashed in place of ``UID\\nSTEP``: for samples without a uid, and functions of lists.
 
     Returns:
-        The judgement. Its components are ``cheap``; ``chance``, the share; ``judged_by``, ``cheap`` or ``strong``; of
-        checked samples also ``strong`` and, if it rejects the answer, ``false_accept``: 1 if `cheap` accepts it, else
-        0. Without a verdict of `cheap`, it is *unscored*.
+        The judgement. Its components are ``cheap``; ``chance``, the share; ``judged_by``, ``cheap`` or ``strong``; and
+        of checked samples ``strong``. Without a verdict of `cheap`, it is *unscored*.
 
     Raises:
         ServerError: the strong judge gave no verdict on a checked sample, which fails. Its other errors are passed on.
@@ -149,9 +140,9 @@ async def spot_check(
             raise ConfigError(f"share={share}: expected the share of samples to check, above 0 and at most 1")
         chosen = drawn(_name_of_sample() if uid is None else uid, seed) < share
         if not chosen:
-            return _combined(_judgement(await _value(cheap)), None, share, accept)
+            return _combined(_judgement(await _value(cheap)), None, share)
         first, second = await together(map(_value, (cheap, strong() if callable(strong) else strong)))
-        return _combined(_judgement(first), _judgement(second), share, accept)
+        return _combined(_judgement(first), _judgement(second), share)
     finally:
         for asked in (cheap, strong):
             # Python warns of a coroutine that was never awaited.
@@ -185,13 +176,12 @@ def _judgement(judged: Judged) -> Judgement:
         return judged
     given: Mapping[str, Any] = judged if isinstance(judged, Mapping) else {"score": judged}
     reply = Reply(str(given.get("explanation", "")))
-    score = given["score"]
-    if score is None:
-        return Judgement(None, None, str(given.get("prompt", "")), reply, reply.text or "it returned no score")
-    return Judgement(float(score), given.get("verdict", score), str(given.get("prompt", "")), reply)
+    score = None if given["score"] is None else float(given["score"])
+    why = None if score is not None else reply.text or "it returned no score"
+    return Judgement(score, given.get("verdict", score), str(given.get("prompt", "")), reply, why)
 
 
-def _combined(cheap: Judgement, strong: Judgement | None, chance: float, accept: float) -> Judgement:
+def _combined(cheap: Judgement, strong: Judgement | None, chance: float) -> Judgement:
     """Return the judgement of a sample that was checked with this chance; ``strong`` is ``None`` if it was not."""
     if cheap.score is None:
         return cheap
@@ -204,8 +194,6 @@ def _combined(cheap: Judgement, strong: Judgement | None, chance: float, accept:
             f"{strong.unscored}"
         )
     components |= {"strong": strong.score, "judged_by": "strong"}
-    if strong.score < accept:
-        components["false_accept"] = float(cheap.score >= accept)
     score = cheap.score + (strong.score - cheap.score) / chance
     reply = Reply(f"[cheap]\n{cheap.reply.text}\n\n[strong]\n{strong.reply.text}")
     return Judgement(score, strong.verdict, strong.prompt, reply, components=components)

@@ -24,9 +24,9 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept the one of `typing`
@@ -102,17 +102,8 @@ def plain(text: str) -> str:
         raise NoVerdictError(f"an HTML entity in it has too many digits ({error})") from None
     if shown.isascii():
         return shown
-    shown = unicodedata.normalize("NFKC", "".join(_with_few_marks(shown)))
-    return "".join(char for char in shown if unicodedata.category(char) != "Cf")
-
-
-def _with_few_marks(text: str) -> Iterator[str]:
-    """Yield the characters, without combining marks after 30 in a row: Python sorts a row in quadratic time."""
-    marks = 0
-    for char in text:
-        marks = marks + 1 if unicodedata.combining(char) else 0
-        if marks <= 30:  # as in the Stream-Safe Text Format of Unicode
-            yield char
+    # One by one: Python sorts a row of combining marks in quadratic time.
+    return "".join(unicodedata.normalize("NFKC", char) for char in shown if unicodedata.category(char) != "Cf")
 
 
 # --- A line with the value --------------------------------------------------------------------------------------------
@@ -124,91 +115,6 @@ _SENTENCE_END = re.compile(rf"[.!\u3002\uff01]{_AFTER_SENTENCE}")  # the line ma
 _NO_SENTENCE_END = re.compile(rf"(?:\.\s?\.|\b\w\.\s?\w\.|(?:\A|\n)\W{{0,9}}\d{{1,2}}\.){_AFTER_SENTENCE}")
 _LIST_END = re.compile(r"(?:\A|\n)[^\S\n]*(?:[-*+\u2022]|\d{1,2}[.)])\s[^\n]*[^\n:\s*_][*_ ]*\n\s*\n\s*\Z")
 _CLOSING = str.maketrans("[({", "])}")
-
-
-class Found(NamedTuple):
-    """A value in a reply."""
-
-    value: re.Match[str]
-    tail: str
-    """The text of the reply from the value on."""
-
-
-class Line:
-    """Finds the line with the marker and the value."""
-
-    def __init__(self, after: str | None, value: str) -> None:
-        """Define the line.
-
-        Args:
-            after: the marker, such as ``Score:``, ``[[`` or ``<verdict>``; ``None`` if the line is the value alone.
-            value: a regular expression for the value.
-        """
-        self._after = after or ""
-        tag = re.search(r"<(\w+)>\Z", self._after)
-        brackets = re.search(r"[\[({]*\Z", self._after)
-        opening = brackets[0] if brackets else ""
-        self._is_tag = tag is not None
-        self.end = f"</{tag[1]}>" if tag else opening[::-1].translate(_CLOSING)
-        """What closes the value."""
-        marker, end = (_of_parts(re.findall(r"<\w+>|</\w+>|\w+|[^\w\s]", text)) for text in (self._after, self.end))
-        self._line = re.compile(
-            rf"(?:\#{{1,6}} )?{_MARKUP}{marker}{_MARKUP}(?P<value>{value}){_MARKUP}{end}{_MARKUP}"
-            + ("" if tag else rf"\.?{_MARKUP}"),
-            re.IGNORECASE,
-        )
-        self._alone = re.compile(rf"{_MARKUP}(?P<value>{value}){_MARKUP}\.?{_MARKUP}", re.IGNORECASE)
-        self._word = tag[1].lower() if tag else ""
-        words = re.findall(r"\w+", self._after)
-        named = r"(?<![^\W_])" + _of_parts(words, r"[\W_]{0,4}")
-        if tag:  # in any brackets; the end of the tag is the second one
-            self._marker = re.compile(rf"[<\[({{\u2039\u3008]\W{{0,3}}{re.escape(tag[1])}", re.IGNORECASE)
-        elif opening or not words:
-            self._marker = re.compile(marker, re.IGNORECASE)
-        else:  # also "Score = 7", and "a score of 7"
-            self._marker = re.compile(
-                rf"{named}[\W_]{{0,8}}?(?:[:=>\u2192\u2236-]|(?:(?:is|of)\W{{1,4}})?{value}(?!\w))", re.IGNORECASE
-            )
-
-    def find(self, reply: str, again: bool) -> Found:
-        """Return the value in the last line; with `again`, in the only one.
-
-        Raises:
-            NoVerdictError: the reply does not keep the contract.
-        """
-        text = final_text(reply)
-        if again:
-            whole = self._line.fullmatch(text) or self._alone.fullmatch(text)
-            if whole is None:
-                raise NoVerdictError(f"asked again, the judge replied with more than the verdict: {shorten(text, 80)}")
-            return Found(whole, text[whole.start("value") :])
-        before, line, rest = self._split(text)
-        found = self._line.fullmatch(line)
-        if found is None:
-            raise NoVerdictError(
-                f"no {self._after!r} was found in the reply: {shorten(text, 80)}"
-                if self._after and not self._marker.search(plain(text))
-                else f"the last line is not {self._after!r} and a value alone: {shorten(line, 80)}"
-            )
-        shown = plain(text)
-        if not self._after and any(self._alone.fullmatch(one) for one in plain(before).splitlines()):
-            raise NoVerdictError("several lines of the reply are a value alone")
-        count = sum(1 for _ in islice(self._marker.finditer(shown), 3)) if self._after else 1
-        if count != 1 + self._is_tag or (self._word and self._word in plain(rest).lower()):
-            raise NoVerdictError(f"the reply has {self._after!r} more than once")
-        check_before(before, may_be_in_block=self._is_tag)
-        return Found(found, line[found.start("value") :] + rest)
-
-    def _split(self, text: str) -> tuple[str, str, str]:
-        """Return the text before the line of the verdict, this line, and the text after it."""
-        end = len(text)
-        if self._is_tag:
-            for closing in re.finditer(re.escape(self.end), text, re.IGNORECASE):
-                end = closing.end()
-        line_end = text.find("\n", end)
-        line_end = len(text) if line_end < 0 else line_end
-        start = text.rfind("\n", 0, end) + 1
-        return text[:start], text[start:line_end].strip(), text[line_end:]
 
 
 def check_before(text: str, may_be_in_block: bool = False) -> None:
@@ -253,36 +159,93 @@ class _OfLine:
     again: str
 
     def _define(self, after: str | None, value: str, forms: list[str], field: Mapping[str, Any], enforce: bool) -> None:
-        self.line = Line(after, value)
-        space = "" if self.line.end or not after else " "
-        written = [f"`{after or ''}{space}{form}{self.line.end}`" for form in forms]
-        self.enforce = enforce
+        """Define the line and the request.
+
+        Args:
+            after: the marker, such as ``Score:``, ``[[`` or ``<verdict>``; ``None`` if the line is the value alone.
+            value: a regular expression for the value.
+            forms: the values, as the judge is asked for them.
+            field: the JSON schema of the value.
+            enforce: see `Number`.
+        """
+        self._after = after or ""
+        tag = re.search(r"<(\w+)>\Z", self._after)
+        brackets = re.search(r"[\[({]*\Z", self._after)
+        opening = brackets[0] if brackets else ""
+        closing = f"</{tag[1]}>" if tag else opening[::-1].translate(_CLOSING)
+        marker, end = (_of_parts(re.findall(r"<\w+>|</\w+>|\w+|[^\w\s]", text)) for text in (self._after, closing))
+        self._line = re.compile(
+            rf"(?:\#{{1,6}} )?{_MARKUP}{marker}{_MARKUP}(?P<value>{value}){_MARKUP}{end}{_MARKUP}"
+            + ("" if tag else rf"\.?{_MARKUP}"),
+            re.IGNORECASE,
+        )
+        self._alone = re.compile(rf"{_MARKUP}(?P<value>{value}){_MARKUP}\.?{_MARKUP}", re.IGNORECASE)
+        self._tag = tag[1].lower() if tag else ""
+        words = re.findall(r"\w+", self._after)
+        named = r"(?<![^\W_])" + _of_parts(words, r"[\W_]{0,4}")
+        if tag:  # in any brackets; the end of the tag is the second one
+            self._marker = re.compile(rf"[<\[({{\u2039\u3008]\W{{0,3}}{re.escape(tag[1])}", re.IGNORECASE)
+        elif opening or not words:
+            self._marker = re.compile(marker, re.IGNORECASE)
+        else:  # also "Score = 7", and "a score of 7"
+            self._marker = re.compile(
+                rf"{named}[\W_]{{0,8}}?(?:[:=>\u2192\u2236-]|(?:(?:is|of)\W{{1,4}})?{value}(?!\w))", re.IGNORECASE
+            )
+        space = "" if closing or not after else " "
+        written = [f"`{self._after}{space}{form}{closing}`" for form in forms]
+        self._enforce = enforce
         field_end = r'"?\s{0,9}\}[\s`]{0,9}\Z'
-        self.last_field = re.compile(rf'"verdict"\s{{0,9}}:\s{{0,9}}"?(?P<value>{value}){field_end}', re.IGNORECASE)
+        self._last_field = re.compile(rf'"verdict"\s{{0,9}}:\s{{0,9}}"?(?P<value>{value}){field_end}', re.IGNORECASE)
         self.request = _object_format({"reason": {"type": "string"}, "verdict": field}) if enforce else {}
         self.again = '{"reason": "...", "verdict": ...} in JSON' if enforce else " or ".join(written)
 
-    def _written(self, reply: str, again: bool) -> str:
-        """Return the value as the judge wrote it. A server may ignore `enforce`: then the line counts."""
-        if self.enforce and (found := _object(reply, is_needed=False)) is not None:
+    def find(self, reply: str, again: bool) -> tuple[str, str | None]:
+        """Return the value as the judge wrote it, and the text of the reply from it on; ``None`` if that is not known.
+
+        A server may ignore `enforce`: then the line counts.
+
+        Raises:
+            NoVerdictError: the reply does not keep the contract.
+        """
+        text = final_text(reply)
+        if self._enforce and (found := _object(reply)) is not None:
             given = found.get("verdict")
             if isinstance(given, bool) or not isinstance(given, str | int | float):
                 raise NoVerdictError(f"'verdict' in the JSON object is {shorten(given)}")
-            return str(given)
-        return self.line.find(reply, again).value["value"]
+            last = self._last_field.search(text)
+            return str(given), last and text[last.start("value") :]
+        if again:
+            whole = self._line.fullmatch(text) or self._alone.fullmatch(text)
+            if whole is None:
+                raise NoVerdictError(f"asked again, the judge replied with more than the verdict: {shorten(text, 80)}")
+            return whole["value"], text[whole.start("value") :]
+        before, line, rest = self._split(text)
+        last_line = self._line.fullmatch(line)
+        if last_line is None:
+            raise NoVerdictError(
+                f"no {self._after!r} was found in the reply: {shorten(text, 80)}"
+                if self._after and not self._marker.search(plain(text))
+                else f"the last line is not {self._after!r} and a value alone: {shorten(line, 80)}"
+            )
+        shown = plain(text)
+        if not self._after and any(self._alone.fullmatch(one) for one in plain(before).splitlines()):
+            raise NoVerdictError("several lines of the reply are a value alone")
+        count = sum(1 for _ in islice(self._marker.finditer(shown), 3)) if self._after else 1
+        if count != 1 + bool(self._tag) or (self._tag and self._tag in plain(rest).lower()):
+            raise NoVerdictError(f"the reply has {self._after!r} more than once")
+        check_before(before, may_be_in_block=bool(self._tag))
+        return last_line["value"], line[last_line.start("value") :] + rest
 
-
-def value_in(verdict: _OfLine, reply: str, again: bool) -> Found | None:
-    """Return the value in a reply; ``None`` if it is in a JSON object, but not at its end.
-
-    Raises:
-        NoVerdictError: the reply does not keep the contract.
-    """
-    if verdict.enforce and _object(reply, is_needed=False) is not None:
-        text = final_text(reply)
-        value = verdict.last_field.search(text)
-        return None if value is None else Found(value, text[value.start("value") :])
-    return verdict.line.find(reply, again)
+    def _split(self, text: str) -> tuple[str, str, str]:
+        """Return the text before the line of the verdict, this line, and the text after it."""
+        end = len(text)
+        if self._tag:
+            for closing in re.finditer(f"</{self._tag}>", text, re.IGNORECASE):
+                end = closing.end()
+        line_end = text.find("\n", end)
+        line_end = len(text) if line_end < 0 else line_end
+        start = text.rfind("\n", 0, end) + 1
+        return text[:start], text[start:line_end].strip(), text[line_end:]
 
 
 class Number(_OfLine):
@@ -319,7 +282,7 @@ class Number(_OfLine):
 
     def read(self, reply: str, again: bool = False) -> tuple[float, float]:
         """Return the number, and its score."""
-        written, _, scale = self._written(reply, again).partition("/")
+        written, _, scale = self.find(reply, again)[0].partition("/")
         number = _number(written)
         if scale and _number(scale) != self.high:
             raise NoVerdictError(f"the number is out of {scale.strip()}, not out of {self.high:g}")
@@ -359,7 +322,7 @@ class Choice(_OfLine):
         Raises:
             ConfigError: there are no words, a word is empty, or two words differ only in case or spaces.
         """
-        self._known = {_squeezed(word): (word, float(score)) for word, score in scores.items()}
+        self._known = {squeezed(word): (word, float(score)) for word, score in scores.items()}
         if not scores or len(self._known) < len(scores) or "" in self._known:
             raise ConfigError(f"Choice({dict(scores)}): name the words, each once")
         self.after = after
@@ -370,8 +333,8 @@ class Choice(_OfLine):
 
     def read(self, reply: str, again: bool = False) -> tuple[str, float]:
         """Return the word, as written in `scores`, and its score."""
-        written = self._written(reply, again)
-        if (found := self._known.get(_squeezed(written))) is None:
+        written, _ = self.find(reply, again)
+        if (found := self._known.get(squeezed(written))) is None:
             raise NoVerdictError(f"{shorten(written)} is not one of {listing(self.words)}")
         return found
 
@@ -403,7 +366,7 @@ class Pattern(_OfLine):
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"Pattern({pattern!r}) is not a valid regular expression: {error}") from None
-        self._scores = None if scores is None else {_squeezed(word): float(score) for word, score in scores.items()}
+        self._scores = None if scores is None else {squeezed(word): float(score) for word, score in scores.items()}
         if enforce and scores is None:
             raise ConfigError(
                 "Pattern(enforce=True): the JSON object might have a number that the expression excludes. Give the "
@@ -416,20 +379,20 @@ class Pattern(_OfLine):
 
     def read(self, reply: str, again: bool = False) -> tuple[str, float]:
         """Return the text that was found, and its score."""
-        verdict = self._written(reply, again)
-        score = _number(verdict) if self._scores is None else self._scores.get(_squeezed(verdict))
+        verdict, _ = self.find(reply, again)
+        score = _number(verdict) if self._scores is None else self._scores.get(squeezed(verdict))
         if score is None:
             known = "a number" if self._scores is None else f"one of {listing(self._scores)}"
             raise NoVerdictError(f"{shorten(verdict)} is not {known}")
         return verdict, score
 
-    def _written(self, reply: str, again: bool) -> str:
+    def find(self, reply: str, again: bool) -> tuple[str, str | None]:
         text = final_text(reply)
-        if self.enforce and text.startswith(("{", "`")):
-            return super()._written(reply, again)
+        if self._enforce and text.startswith(("{", "`")):
+            return super().find(reply, again)
         # A bare number might be one that the expression excludes, such as 10 with `[1-5]`.
         if again and self._scores is not None and self._pattern.fullmatch(text) is None:
-            return text.strip(" *_`$.")
+            return text.strip(" *_`$."), None
         counts = [sum(1 for _ in islice(self._pattern.finditer(one), 2)) for one in (text, plain(text))]
         found = self._pattern.search(text)
         if found is None:
@@ -439,7 +402,7 @@ class Pattern(_OfLine):
         if max(counts) > 1 or around.strip(" \t*_`$"):
             raise NoVerdictError(f"the last line is not the only match of {self._pattern.pattern!r}, and nothing else")
         check_before(text[:start])
-        return found[1 if self._pattern.groups else 0] or ""
+        return found[1 if self._pattern.groups else 0] or "", None
 
 
 class Json:
@@ -476,8 +439,8 @@ class Json:
 
     def _validated(self, reply: str) -> tuple[dict[str, Any], Any]:
         """Return the object as it was written, and as it was validated."""
-        found = _object(reply)
-        assert found is not None
+        if (found := _object(reply)) is None:
+            raise NoVerdictError(f"the reply is not a JSON object alone: {shorten(reply, 80)}")
         try:
             return found, self._adapter.dump_python(self._adapter.validate_python(found), mode="json")
         except ValidationError as error:
@@ -514,7 +477,7 @@ class Ratings(Json):
         if not self._positive or not all(map(math.isfinite, weights.values())):
             raise ConfigError(f"Ratings({dict(weights)}): the weights must be finite, and at least one positive")
         # Each reply would have a key twice, and no verdict.
-        if len({_squeezed(plain(name)) for name in weights}) < len(weights):
+        if len({squeezed(plain(name)) for name in weights}) < len(weights):
             raise ConfigError(f"Ratings: two of {listing(weights)} differ only in case or spaces: rename one")
         rating = Annotated[float, Field(ge=low, le=high)]
         schema = TypedDict("Ratings", dict.fromkeys(weights, rating))  # type: ignore[misc]
@@ -546,7 +509,7 @@ def _number(text: str) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _squeezed(text: str) -> str:
+def squeezed(text: str) -> str:
     return " ".join(text.split()).lower()
 
 
@@ -559,38 +522,27 @@ def _checked_number(found: Mapping[str, Any], name: str, score: Any) -> float:
     return float(score)
 
 
-def _object(reply: str, is_needed: bool = True) -> dict[str, Any] | None:
-    """Return the JSON object that the reply is.
-
-    Args:
-        reply: the text of the reply.
-        is_needed: raise if the reply is something else; otherwise it is ``None``.
+def _object(reply: str) -> dict[str, Any] | None:
+    """Return the JSON object that the reply is; ``None`` if the reply is something else.
 
     Raises:
-        NoVerdictError: the reply is not an object, or not a valid one.
+        NoVerdictError: the object is not valid.
     """
     text = final_text(reply)
     if (opening := re.match(r"```\w{0,9}\n", text)) and text.endswith("```"):
         text = text[opening.end() : -3].strip()
     if not text.startswith("{"):
-        if is_needed:
-            raise NoVerdictError(f"the reply is not a JSON object alone: {shorten(text, 80)}")
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        found: dict[str, Any] = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise NoVerdictError(f"the reply is not one valid JSON object ({error}): {shorten(text, 80)}") from None
-    assert isinstance(found, dict)
     return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Compared as they look: `score` beside `Score` leaves open which of them is meant.
     found = dict(pairs)
-    if len({_squeezed(plain(name)) for name in found}) < len(pairs):
+    if len({squeezed(plain(name)) for name in found}) < len(pairs):
         raise ValueError("a key is repeated")
     return found

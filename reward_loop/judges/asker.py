@@ -69,7 +69,8 @@ class Asker:
                 self._options[key] = {"fence": fence, **defaults, **own}
         if quorum is not None and not 1 <= quorum <= len(self._options):
             raise ConfigError(f"quorum={quorum}: it must be from 1 to the number of verdicts, {len(self._options)}")
-        self._question = question
+        self.question = question
+        """The field of the question."""
         self._template, self._quorum, self._combine = template, quorum, _COMBINE[combine]
         self._judges = self._reading(verdict)
 
@@ -102,14 +103,6 @@ class Asker:
             return replace(judgement, components={**scores, "disagreement": pstdev(scores.values())})
         return judgement
 
-    def question_of(self, extra_info: Mapping[str, Any]) -> Any:
-        """Return the question of a row.
-
-        Raises:
-            ValueError: the row has none; the message names the argument to set.
-        """
-        return field_of(extra_info, self._question, "question")
-
     def _reading(self, verdict: Verdict) -> dict[str, Judge]:
         return {name: Judge(self._template, verdict, **options) for name, options in self._options.items()}
 
@@ -135,15 +128,3 @@ def field_of(extra_info: Mapping[str, Any], path: str, argument: str) -> Any:
     if value is None:
         raise ValueError(f"the row has no extra_info.{path}: it is null")
     return value
-
-
-def reference_of(ground_truth: Any) -> Any:
-    """Return the reference of a row.
-
-    Raises:
-        ValueError: the row has none.
-    """
-    # An answer would be compared with the text "None".
-    if ground_truth is None:
-        raise ValueError("the row has no ground_truth, which the judge compares the answer with: it is missing or null")
-    return ground_truth

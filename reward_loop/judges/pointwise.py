@@ -12,7 +12,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.text import shorten
 from reward_loop.client import Choice, Number, Ratings, panel
 from reward_loop.errors import ConfigError
-from reward_loop.judges.asker import Asker, field_of, prompt_of, reference_of
+from reward_loop.judges.asker import Asker, field_of, prompt_of
 
 _MARKER = "<verdict>"
 """No natural phrase: a reply that only talks of a verdict does not contain it."""
@@ -46,10 +46,14 @@ class Equality:
         reward_router_address: str | None = None,
     ) -> dict[str, Any]:
         """Return 1 for an answer with the meaning of the reference, otherwise 0, also as ``acc``."""
+        if ground_truth is None:  # the answer would be compared with the text "None"
+            raise ValueError(
+                "the row has no ground_truth, which the judge compares the answer with: it is missing or null"
+            )
         judgement = await self._asker.ask(
             reward_router_address,
-            question=self._asker.question_of(extra_info),
-            reference=reference_of(ground_truth),
+            question=field_of(extra_info, self._asker.question, "question"),
+            reference=ground_truth,
             answer=solution_str[-self._tail :],
         )
         return judgement.reward(acc=judgement.score)
@@ -117,7 +121,7 @@ class Rubric:
     ) -> dict[str, Any]:
         """Return the score, and the rating of each criterion, from 0 to 1, by its name."""
         criteria = self._criteria or _read_criteria(field_of(extra_info, self._field or "", "criteria"))
-        question = self._asker.question_of(extra_info)
+        question = field_of(extra_info, self._asker.question, "question")
         weights = {one.name: one.weight for one in criteria}
         try:
             ratings = Ratings(weights, self._low, self._high, enforce=self._enforce)

@@ -7,8 +7,7 @@ import pytest
 import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.client import chat_complete
-from reward_loop.errors import ConfigError, RequestError
-from reward_loop.records import ActiveSample
+from reward_loop.errors import ConfigError
 from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Status
 
 
@@ -29,42 +28,10 @@ async def test_a_reply() -> None:
         }
 
 
-async def test_a_conversation_is_sent_as_it_is() -> None:
-    messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "?"}]
-    async with FakeJudge() as judge:
-        assert not (await chat_complete(judge.address, messages)).cut_off
-        assert judge.requests[0].body == {"messages": messages}
-
-
-async def test_an_answer_without_a_reply_is_an_error_that_shows_it() -> None:
-    async with FakeJudge() as judge:
-        judge.script(Body({"choices": []}))
-        with pytest.raises(RequestError, match="'choices': \\[\\]") as raised:
-            await chat_complete(judge.address, "?")
-        assert raised.value.transient
-
-
 @pytest.mark.parametrize("request_", [{"stream": True}, {"n": 2}])
 async def test_streams_and_several_replies_are_refused(request_: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="one complete reply"):
         await chat_complete("127.0.0.1:1", "?", **request_)
-
-
-async def test_tokens_are_counted_for_the_sample() -> None:
-    async with FakeJudge("two words") as judge:
-        with ActiveSample(RewardSample("x"), "f") as call:
-            replies = [await chat_complete(judge.address, "?") for _ in range(3)]
-    assert call.completion_tokens == 6
-    assert call.prompt_tokens == sum(reply.usage.prompt_tokens for reply in replies) > 0
-
-
-async def test_a_number_of_tokens_that_no_model_has_is_not_counted() -> None:
-    choices = [{"message": {"content": "fine"}, "finish_reason": "stop"}]
-    async with FakeJudge() as judge:
-        judge.script(Body({"choices": choices, "usage": {"prompt_tokens": 10**400, "completion_tokens": 3}}))
-        with ActiveSample(RewardSample("x"), "f") as call:
-            await chat_complete(judge.address, "?")
-    assert (call.prompt_tokens, call.completion_tokens) == (0, 3)
 
 
 async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:

@@ -19,17 +19,9 @@ from reward_loop.errors import ConfigError, RequestError
 from reward_loop.managers import BatchRewardLoopManager
 from reward_loop.records import ActiveSample, active_samples
 from reward_loop.records.writer import encode_record
-from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Stall, Status
+from reward_loop.testing import Answer, Body, Drop, FakeJudge, Stall, Status
 from tests.support.gsm8k import ROOT
-from tests.support.servers import refusing, serving, until
-
-
-@pytest.mark.parametrize(
-    "address", ["http://", "ftp://127.0.0.1:1", "127.0.0.1:x", "http://127.0.0.1:99999", "http://[::1", "[::1"]
-)
-async def test_a_malformed_address_is_a_configuration_error(address: str) -> None:
-    with pytest.raises(ConfigError, match="not a valid address"):
-        await classify(address, "?")
+from tests.support.servers import serving, until
 
 
 @pytest.mark.parametrize(
@@ -48,16 +40,6 @@ async def test_an_error_has_status_retry_after_and_what_the_server_said(
     assert f"POST http://{judge.address}/v1/chat/completions (model judge-7b)" in str(error)
     assert "not now" in str(error)
     assert len(str(error)) < 700
-
-
-async def test_a_broken_answer_is_transient() -> None:
-    async with FakeJudge() as judge:
-        judge.script(BadJson())
-        with pytest.raises(RequestError) as raised:
-            await chat_complete(judge.address, "?")
-    assert raised.value.status == 200
-    assert raised.value.transient
-    assert len(judge.requests) == 1
 
 
 async def test_a_request_whose_connection_is_lost_is_sent_again() -> None:
@@ -147,13 +129,6 @@ async def test_a_service_does_not_receive_the_group() -> None:
     async with FakeJudge("8") as judge:
         manager = NaiveRewardLoopManager(compute_score=rated, reward_router_address=judge.base_url)
         assert await groups_sent(judge, manager, "one") == [None]
-
-
-async def test_a_refused_connection_is_transient() -> None:
-    address = refusing().removeprefix("http://")
-    with pytest.raises(RequestError, match=address) as raised:
-        await chat_complete(address, "?")
-    assert raised.value.transient
 
 
 @pytest.mark.integration
@@ -331,24 +306,6 @@ def chat(message: Any, **fields: Any) -> Body:
     return Body({"choices": [{"message": message, "finish_reason": "stop"} | fields], "model": "m"})
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        (chat({"content": ["a", "b"]}), "content"),
-        (chat({"content": 7}), "content"),
-        (chat({"content": {"text": "a"}}), "content"),
-        (chat({"content": False}), "content"),
-        (chat({"content": "a"}, finish_reason={"x": 1}), "finish_reason"),
-    ],
-)
-async def test_a_reply_that_is_not_text_is_an_error_that_names_the_field(body: Body, field: str) -> None:
-    async with FakeJudge() as judge:
-        judge.script(body)
-        with pytest.raises(RequestError, match=f"'{field}' is not text") as raised:
-            await chat_complete(judge.address, "?")
-        assert judge.address in str(raised.value)
-
-
 THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 9"}]}
 
 
@@ -359,20 +316,16 @@ THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 9"
         ([{"type": "reasoning", "text": "Score: 9"}, {"type": "text", "text": "Score"}, {"text": ": 3"}], "Score: 3"),
         ([{"type": "output_text", "text": "Score: 3"}, THINKING], "Score: 3"),
         ([THINKING], ""),
-        ([], ""),
+        *((no_text, None) for no_text in (7, False, ["a"], {"text": "a"}, [{"type": "text"}], [{"text": None}])),
     ],
 )
-async def test_the_text_parts_of_a_content_are_the_reply(content: Any, text: str) -> None:
+async def test_the_text_parts_of_a_content_are_the_reply(content: Any, text: str | None) -> None:
     async with FakeJudge() as judge:
         judge.script(chat({"content": content}))
-        assert (await chat_complete(judge.address, "?")).text == text
-
-
-@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 7}, {"text": None}, "a", None])
-async def test_a_part_without_its_text_is_an_error(part: Any) -> None:
-    async with FakeJudge() as judge:
-        judge.script(chat({"content": [part]}))
-        with pytest.raises(RequestError, match="'content' is not text"):
+        if text is not None:
+            assert (await chat_complete(judge.address, "?")).text == text
+            return
+        with pytest.raises(RequestError, match="without a reply in text"):
             await chat_complete(judge.address, "?")
 
 

@@ -25,7 +25,7 @@ async def test_an_equal_request_is_answered_from_the_file_also_by_another_judge(
         first = await judge(path)(server.address, answer="4")
         again = await judge(path)(server.address, answer="4")
         assert (again.score, again.reply.text, len(server.requests)) == (7.0, "Good.\nScore: 7", 1)
-        assert (first.reply.usage.total_tokens > 0, again.reply.usage.total_tokens) == (True, 0)
+        assert (first.reply.usage.completion_tokens > 0, again.reply.usage.completion_tokens) == (True, 0)
         await judge(path)(server.address, answer="5")
         await judge(path, seed=3)(server.address, answer="4")
         assert len(server.requests) == 3

@@ -39,7 +39,7 @@ async def results_of(function: Any, uids: Sequence[str], **options: Any) -> list
 async def test_a_checked_sample_is_corrected_and_others_keep_the_cheap_score() -> None:
     checked = await spot_check(scored(1.0), scored(0.0), uid=CHECKED)
     assert checked.score == pytest.approx(-4.0)
-    expected = {"cheap": 1.0, "strong": 0.0, "chance": 0.2, "judged_by": "strong", "false_accept": 1.0}
+    expected = {"cheap": 1.0, "strong": 0.0, "chance": 0.2, "judged_by": "strong"}
     assert checked.components == expected
     other = await spot_check(scored(1.0), scored(0.0), uid=UNCHECKED)
     assert (other.score, other.components) == (1.0, {"cheap": 1.0, "chance": 0.2, "judged_by": "cheap"})
@@ -52,7 +52,7 @@ async def test_scores_may_be_judgements_or_what_a_reward_function_returns() -> N
     assert (judgement.score, judgement.verdict) == (-0.5, "2 of 8")
     assert "[strong]\nThree steps are missing." in judgement.reply.text
     reward = judgement.reward(extra=1)
-    assert (reward["judged_by"], reward["false_accept"], reward["extra"]) == ("strong", 1.0, 1)
+    assert (reward["judged_by"], reward["extra"]) == ("strong", 1)
 
 
 async def test_the_mean_of_the_rewards_is_that_of_the_strong_judge_whatever_the_cheap_one_says() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
-from typing_extensions import TypedDict
 
 from reward_loop.client import Choice, Json, NoVerdictError, Number, Pattern, Ratings, Verdict
 from reward_loop.client.verdicts import final_text, plain
@@ -208,20 +206,8 @@ class Model(BaseModel):
     score: float = Field(ge=0, le=1)
 
 
-class Typed(TypedDict):
-    reason: str
-    score: float
-
-
-@dataclass
-class Data:
-    reason: str
-    score: float
-
-
-@pytest.mark.parametrize("schema", [Model, Typed, Data])
-def test_json_is_validated_by_a_schema(schema: type) -> None:
-    verdict = Json(schema)
+def test_json_is_validated_by_a_schema() -> None:
+    verdict = Json(Model)
     assert verdict.read('{"reason": "a } b", "score": 0.5}') == ({"reason": "a } b", "score": 0.5}, 0.5)
     for reply in (
         "{",
@@ -231,7 +217,7 @@ def test_json_is_validated_by_a_schema(schema: type) -> None:
         '{"reason": "x", "score": 1',
     ):
         assert read(verdict, reply) is None
-    assert read(Json(Model), '{"reason": "x", "score": 2}') is None
+    assert read(verdict, '{"reason": "x", "score": 2}') is None
 
 
 def test_the_score_may_have_another_name_and_must_be_a_number() -> None:

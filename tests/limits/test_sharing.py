@@ -91,7 +91,7 @@ async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_
 async def test_tokens_count_where_the_answer_cannot_be_read(usage, monkeypatch):
     @contextlib.asynccontextmanager
     async def post(*args, **kwargs):
-        yield {"usage": usage}, Exchange()
+        yield {"usage": usage}, Exchange("", {})
 
     monkeypatch.setattr("reward_loop.client.chat.post", post)
     monkeypatch.setattr("reward_loop.client.discriminative.post", post)
