@@ -179,23 +179,11 @@ def test_the_commands_for_a_gpu_pass_our_checks_and_verls(
 
 @pytest.mark.integration
 def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.support.local_ray import in_local_ray
-
-    run = training.run
-
-    def run_in_local_ray(command: list[str], output: Path, *rest: Any) -> Any:
-        metrics = output / "metrics.jsonl"
-        return run(in_local_ray(command, tmp_path, VERL_FILE_LOGGER_PATH=metrics), output, *rest)
-
-    # Each of the others is another run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
-    stages = ("probe", "servers", "reward_pipeline")
-    verl = ["actor_rollout_ref.rollout.agent.num_workers=1"]
-    monkeypatch.setattr(training, "run", run_in_local_ray)
-    monkeypatch.chdir(tmp_path)  # gets the files of the forked program
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # In this process, which has imported torch and verl already. The next test starts the command.
+    # Each of the others is a run of verl, so they are rehearsed by hand: see CONTRIBUTING.md.
+    stages = ("probe", "servers")
+    # In this process, which has imported torch already. The next test starts the command.
     output = tmp_path / "output"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(output), "--only", *stages, "--verl", *verl])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu", "--output", str(output), "--only", *stages])
     for name, value in gpu.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     handler = signal.getsignal(signal.SIGTERM)
@@ -213,10 +201,6 @@ def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert figures["servers"]["killed"]["failed"] == 0 < figures["servers"]["killed"]["in_flight"]
     for model in ("judge", "scorer"):
         assert figures["servers"][model]["router_per_s"] > 0 < figures["servers"][model]["direct_per_s"]
-    assert figures["judging_s"] > 0
-    assert figures["reward_pipeline"]["steps"] == gpu_runs.CPU.counted
-    assert figures["reward_pipeline"]["step_s"] > 0
-    assert 0 <= figures["reward_pipeline"]["hidden_share"] <= 1
 
 
 @pytest.mark.integration

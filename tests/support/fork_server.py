@@ -33,14 +33,10 @@ atexit.register(_open.close)
 _starting = threading.Lock()
 
 
-def module_environment(verl: Path | None = None) -> dict[str, str]:
-    """The environment variables of a run that are read when modules are imported.
-
-    Args:
-        verl: a folder with another release of verl, which comes before the installed one.
-    """
+def module_environment() -> dict[str, str]:
+    """The environment variables of a run that are read when modules are imported."""
     # Ray's workers import the agent loops from the repository. It comes first, because verl 0.9.0 also has a `tests`.
-    path = (ROOT, verl, os.environ.get("PYTHONPATH"))
+    path = (ROOT, os.environ.get("PYTHONPATH"))
     return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder)}
 
 

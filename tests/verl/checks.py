@@ -91,10 +91,13 @@ def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> Non
 
 
 def check_failure_line(run: Run, of: str, metrics: dict[str, Any], prefix: str = "reward_loop") -> None:
-    """The console has one line about the samples of a step without a score, with their number, cause and line."""
+    """The console has one line about the samples of a step without a score, if any: their number, cause and line."""
     lines = [line for line in run.output.splitlines() if re.search(rf"(?<!of ){of}: \d+ (failed|unscored)", line)]
     counts = {name: int(metrics[f"{prefix}/{name}"]) for name in ("failed", "unscored", "scored")}
     without = " and ".join(f"{counts[name]} {name}" for name in ("failed", "unscored") if counts[name])
+    if not without:
+        assert lines == []
+        return
     (line,) = lines
     assert f"{of}: {without} of {sum(counts.values())} samples" in line
     assert re.search(rf": (ValueError in compute_score \({rewards.__file__}:\d+\)|no score from )", line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.verl.minibatches import Update
@@ -34,6 +35,18 @@ def gradient(policy: Path, update: Update, aggregation: str, *, kl_coef: float) 
         losses.append(loss + kl_coef * (difference.exp() - difference - 1).clamp(-10, 10))
         masks.append(rows["response_mask"][row].double())
     return _backward(model, aggregate(losses, masks, aggregation))
+
+
+def check_gradients(policy: Path, call: list[Update], aggregation: str, *, kl_coef: float) -> None:
+    """Check the gradients of an update call: each row that is not masked counts as much as in the mean of the call."""
+    rows = sum(len(learnt(update)) for update in call) / len(call)
+    for update in call:
+        assert update.global_batch_size == pytest.approx(rows)
+        factor = len(learnt(update)) / rows
+        by_hand = gradient(policy, update, aggregation, kl_coef=kl_coef)
+        scaled = {name: tensor * factor for name, tensor in by_hand.items()}
+        assert norm(scaled) > 1e-6
+        assert difference(scaled, update.gradient) < 1e-3
 
 
 def learnt(update: Update) -> list[int]:

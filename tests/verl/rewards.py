@@ -100,15 +100,6 @@ def flaky(solution_str: str, ground_truth: str, extra_info: dict, factor: float)
     return {"score": score, "digit": value % 10}
 
 
-class Located(Mixed):
-    """As :class:`Mixed`. The file ``verl.txt`` names the verl of the reward worker."""
-
-    def __init__(self) -> None:
-        import verl  # the command that trains loads this module, too, before it sets verl's environment
-
-        _beside_the_log("verl.txt").write_text(str(verl.__file__))
-
-
 LOST = range(3)
 """The prompts whose judge always fails, for `in_parts`."""
 

@@ -95,7 +95,6 @@ def train(
     *overrides: str,
     function: str,
     reward_loop: bool = True,
-    verl: Path | None = None,
     environment: Mapping[str, str] | None = None,
     node: Node | None = None,
     python: str | None = None,
@@ -110,12 +109,11 @@ def train(
         *overrides: options, as on the command line.
         function: the name of the reward function in ``rewards.py``.
         reward_loop: whether the reward loop is on, by the mode ``reward_pipeline`` or by its option.
-        verl: a folder with another release of verl.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
         node: the node of a running Ray cluster on which the command runs.
         python: Ray's ``py_executable``; by default that of :func:`worker_python`.
-        own_ray: whether the command starts a Ray and a fork server of its own, as users' commands do. By default, it
-            joins the Ray of `tests.support.local_ray`.
+        own_ray: whether the command starts a Ray of its own, as users' commands do. By default, it joins the Ray of
+            `tests.support.local_ray`.
         returncode: the exit status that is expected; ``None`` if a signal kills the command.
 
     Raises:
@@ -145,13 +143,13 @@ def train(
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
         *([] if own_ray else RUNNING_RAY),
-        *([] if own_ray else [f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}"]),
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
         *overrides,
     ]
     given = {
         "REWARD_LOG": str(directory / "calls.jsonl"),
         "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
-        **module_environment(verl),
+        **module_environment(),
         **(environment or {}),
     }
     environment = {**os.environ, **given}

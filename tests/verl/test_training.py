@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,21 @@ from tests.verl.checks import (
     check_health,
     check_outage,
     check_reward_metrics,
+    expected_advantages,
     groups,
     signature,
     texts,
 )
-from tests.verl.minibatches import recording, updates
+from tests.verl.minibatches import Update, recording, updates
+from tests.verl.recompute import check_gradients, learnt
 from tests.verl.runs import Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
+
+AGGREGATION = "seq-mean-token-mean"
+KL_COEF = 0.01
+MINI_BATCH = 2 * 4
+"""Rows of a mini-batch."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,10 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: P
             "trainer.total_training_steps=3",
             "trainer.test_freq=3",
             "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "actor_rollout_ref.actor.use_kl_loss=True",
+            f"actor_rollout_ref.actor.kl_loss_coef={KL_COEF}",
+            f"actor_rollout_ref.actor.loss_agg_mode={AGGREGATION}",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             "reward.num_workers=2",
             "reward_loop.health.patience=1",
@@ -178,7 +188,37 @@ def test_training_metrics_are_finite(mixed_run: Run) -> None:
         assert metrics["training/rollout_probs_diff_max"] < 5e-4
 
 
-def test_updates_have_the_advantages_of_the_functions_own_scores(mixed_run: Run) -> None:
+@pytest.fixture(scope="module")
+def made(mixed_run: Run) -> list[Update]:
+    return updates(mixed_run.directory / "updates")
+
+
+def calls_of_updates(run: Run, made: list[Update]) -> dict[int, list[Update]]:
+    """The updates of each step: verl makes one update call in a step, of one or more mini-batches."""
+    steps = {row["uid"].split("_")[0]: step for step in (1, 2, 3) for row in run.rollouts(step)}
+    calls = defaultdict(list)
+    for update in made:
+        assert (update.ranks, len(update.keys)) == (2, MINI_BATCH)
+        calls[steps[update.keys[learnt(update)[0]][0]]].append(update)
+    return dict(calls)
+
+
+def test_each_gradient_is_that_of_the_rows_that_are_not_padding(
+    mixed_run: Run, made: list[Update], tiny_generative_model: Path
+) -> None:
+    last = calls_of_updates(mixed_run, made)[3]
+    check_gradients(tiny_generative_model, last, AGGREGATION, kl_coef=KL_COEF)
+
+
+def test_padding_is_spread_over_the_mini_batches_of_an_update_call(mixed_run: Run, made: list[Update]) -> None:
+    for step, call in calls_of_updates(mixed_run, made).items():
+        counts = [len(learnt(update)) for update in call]
+        assert sum(counts) == len(expected_advantages(mixed_run.rollouts(step)))
+        assert len(counts) == -(-sum(counts) // MINI_BATCH)
+        assert max(counts) - min(counts) <= 1
+
+
+def test_updates_have_the_advantages_of_the_functions_own_scores(mixed_run: Run, made: list[Update]) -> None:
     expected = {}
     for step in (1, 2, 3):
         rollouts = mixed_run.rollouts(step)
@@ -186,7 +226,7 @@ def test_updates_have_the_advantages_of_the_functions_own_scores(mixed_run: Run)
         assert {row["uid"]: row["score"] or 0.0 for row in rollouts} == scores
         expected |= grpo_advantages(rollouts, scores)
     trained = {}
-    for update in updates(mixed_run.directory / "updates"):
+    for update in made:
         for (uid, session), advantages, mask in zip(
             update.keys, update.rows["advantages"], update.rows["response_mask"], strict=True
         ):

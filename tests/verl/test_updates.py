@@ -13,8 +13,8 @@ import torch
 
 from tests.verl import rewards
 from tests.verl.minibatches import Update, recording, updates
-from tests.verl.recompute import difference, gradient, learnt, norm
-from tests.verl.runs import Run, agent_loop, train
+from tests.verl.recompute import check_gradients, learnt
+from tests.verl.runs import PIPELINE, Run, agent_loop, train
 
 pytestmark = pytest.mark.integration
 
@@ -24,32 +24,22 @@ ROWS = 2 * N
 """Rows of a mini-batch."""
 KL_COEF = 0.01
 
-MODES = {
-    "sync": ("seq-mean-token-mean", 1),
-    "reward_pipeline": ("token-mean", 2),
-}
-"""By trainer mode: the loss aggregation and the data-parallel ranks."""
+AGGREGATION, RANKS = "token-mean", 2
 
 Session = tuple[str, int]
 
 
-@pytest.fixture(scope="module", params=MODES)
-def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def run(mode: str, tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -> Run:
     """Three of eight prompts fail in the first step. Of the others, some responses fail, are unscored or have parts
     that do not fit. The first session of each prompt has two outputs."""
-    aggregation, ranks = MODES[mode]
-    directory = tmp_path_factory.mktemp(mode)
+    directory = tmp_path_factory.mktemp("updates")
     (directory / "updates").mkdir()
     return train(
         directory,
         tiny_generative_model,
-        f"trainer.v1.trainer_mode={mode}",
-        f"trainer.n_gpus_per_node={ranks}",
+        PIPELINE,
+        f"trainer.n_gpus_per_node={RANKS}",
         f"trainer.total_training_steps={max(STEPS)}",
         "trainer.val_before_train=False",
         "data.shuffle=False",
@@ -58,7 +48,7 @@ def run(mode: str, tmp_path_factory: pytest.TempPathFactory, tiny_generative_mod
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "actor_rollout_ref.actor.use_kl_loss=True",
         f"actor_rollout_ref.actor.kl_loss_coef={KL_COEF}",
-        f"actor_rollout_ref.actor.loss_agg_mode={aggregation}",
+        f"actor_rollout_ref.actor.loss_agg_mode={AGGREGATION}",
         *agent_loop("twofold"),
         function="in_parts",
         environment=recording(directory / "updates"),
@@ -136,41 +126,24 @@ def test_a_reward_whose_parts_do_not_fit_is_trained_on_nowhere(run: Run) -> None
 
 
 def test_each_gradient_is_that_of_the_rows_that_are_not_padding(
-    mode: str, run: Run, made: list[Update], tiny_generative_model: Path
+    made: list[Update], tiny_generative_model: Path
 ) -> None:
-    """In the mode `sync`, verl makes one update call in a step: each row counts as much as in the mean of the call."""
-    aggregation, ranks = MODES[mode]
-    calls: dict[int, list[Update]] = defaultdict(list)
-    steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
-    for number, update in enumerate(made):
-        learners = learnt(update)
-        assert learners, "a mini-batch consists of padding only"
-        assert update.ranks == ranks
-        assert len(update.keys) == ROWS
-        calls[steps[update.keys[learners[0]][0]] if mode == "sync" else number].append(update)
-    for call in calls.values():
-        rows = sum(len(learnt(update)) for update in call) / len(call)
-        for update in call:
-            assert update.global_batch_size == pytest.approx(rows)
-            by_hand = gradient(tiny_generative_model, update, aggregation, kl_coef=KL_COEF)
-            factor = len(learnt(update)) / rows
-            scaled = {name: tensor * factor for name, tensor in by_hand.items()}
-            assert norm(scaled) > 1e-6
-            assert difference(scaled, update.gradient) < 1e-3
+    """Each mini-batch is an update call of its own."""
+    for update in made:
+        assert learnt(update), "a mini-batch consists of padding only"
+        assert (update.ranks, len(update.keys)) == (RANKS, ROWS)
+        check_gradients(tiny_generative_model, [update], AGGREGATION, kl_coef=KL_COEF)
 
 
-def test_padding_is_spread_over_the_mini_batches_of_an_update_call(mode: str, made: list[Update], run: Run) -> None:
-    counts = [len(learnt(update)) for update in made]
+def test_a_step_has_as_many_mini_batches_as_its_rows_need(made: list[Update], run: Run) -> None:
     steps = {session[0]: step for step in STEPS for session in sessions(run, step)}
     by_step = defaultdict(list)
-    for update, count in zip(made, counts, strict=True):
-        by_step[steps[update.keys[learnt(update)[0]][0]]].append(count)
+    for update in made:
+        by_step[steps[update.keys[learnt(update)[0]][0]]].append(len(learnt(update)))
     for step in STEPS:
         rows = sum(len(sessions(run, step)[session]) for session in expected_advantages(run, step))
         assert sum(by_step[step]) == rows
         assert len(by_step[step]) == -(-rows // ROWS)
-        if mode == "sync":
-            assert max(by_step[step]) - min(by_step[step]) <= 1
 
 
 def test_weights_move_in_updates_only(run: Run, made: list[Update]) -> None:
