@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from examples.tiny_models import build_tiny_model
@@ -29,6 +31,9 @@ os.environ |= {
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_niceness": "5",
 }
+
+# Each call of a command in this process would build all commands again, which takes most of its time.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,16 +61,16 @@ LONGEST = (
 """The files that take longest, in this order. Processes share the files, and the longest must not start last. One of
 the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed limit, and is then repeated."""
 
-INTEGRATION_ONLY = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE)
-"""The mark of a file that has only integration tests."""
+SLOW_ONLY = {
+    "fast": re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|processes)", re.MULTILINE),
+    "not integration": re.compile(r"^pytestmark = \[?\s*pytest\.mark\.integration", re.MULTILINE),
+}
+"""What is selected, and the mark of a file without such a test."""
 
 NEEDS_VERL = re.compile(
     r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.(verl|managers\.(letters|rows))\b", re.MULTILINE
 )
 """What a file outside of ``tests/verl`` has if some of its tests need verl. All of its tests have the mark ``verl``."""
-
-SLOW = ("scoring/test_outages.py", "test_cli.py")
-"""Files without the mark `integration` that start processes or wait for seconds: their mark is ``processes``."""
 
 
 def needs_verl(path: Path) -> bool:
@@ -86,10 +91,10 @@ def no_test_leaves_ray_connected() -> Iterator[None]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files without a selected test: verl takes seconds to import."""
     selected = config.getoption("-m")
-    if selected not in ("fast", "not integration") or collection_path.suffix != ".py":
+    if selected not in SLOW_ONLY or collection_path.suffix != ".py":
         return None
     left_out = selected == "fast" and needs_verl(collection_path)
-    return left_out or INTEGRATION_ONLY.search(collection_path.read_text()) is not None or None
+    return left_out or SLOW_ONLY[selected].search(collection_path.read_text()) is not None or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,10 +105,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     folder = Path(__file__).parent
     of_verl = {path: needs_verl(path) for path in {item.path for item in items}}
-    slow = {folder / name for name in SLOW}
     for item in items:
         integration = item.get_closest_marker("integration")
-        processes = integration or item.path in slow
+        processes = integration or item.get_closest_marker("processes")
         item.add_marker("verl" if of_verl[item.path] else "processes" if processes else "fast")
         if integration:
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -19,6 +19,8 @@ from reward_loop.managers import registry
 from reward_loop.offline.cli_options import json_or_text
 from reward_loop.records.reader import RecordsReader
 
+pytestmark = pytest.mark.processes
+
 ROWS = [{"output": str(i), "gts": str(i - i % 2)} for i in range(6)]
 FUNCTION = """
 def compute_score(solution_str, ground_truth, weight=1, extra_info=None):

@@ -63,6 +63,7 @@ def run(code):
     return done.stdout.strip()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("package", ["reward_loop", *(f"reward_loop.{name}" for name in ROOMS)])
 def test_without_its_stub_the_import_names_the_missing_file(package, tmp_path):
     unused = shutil.ignore_patterns("verl", "view", "__pycache__")
@@ -93,18 +94,21 @@ def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(reward_loop, "no_such_name")
 
 
+@pytest.mark.processes
 def test_import_is_quick():
     # Time on a processor: waiting for one on a busy machine does not count.
     code = "import time; t = time.process_time(); import reward_loop; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.3
 
 
+@pytest.mark.processes
 def test_import_loads_no_heavy_package():
     heavy = {"torch", "ray", "transformers", "verl", "fastapi", "aiohttp", "pyarrow", "numpy"}
     code = "import sys, reward_loop; print(*{name.partition('.')[0] for name in sys.modules})"
     assert not heavy & set(run(code).split())
 
 
+@pytest.mark.processes
 def test_the_agent_needs_none_of_the_extras():
     code = """
 import asyncio, sys
@@ -121,6 +125,7 @@ print(*{name.partition('.')[0] for name in sys.modules})
     assert not heavy & set(run(code).split())
 
 
+@pytest.mark.processes
 def test_the_training_command_names_the_missing_verl():
     code = """
 import runpy, sys

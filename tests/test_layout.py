@@ -87,6 +87,12 @@ EXCEPTIONS: set[tuple[str, str, str]] = set()
 """File, package, and the function that imports it: each is called by those who use tensors."""
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Parsing takes most of the time of these tests."""
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
     """Every module that is imported, with the function that does it, if any; also below ``if TYPE_CHECKING``."""
     for node in ast.iter_child_nodes(tree):
@@ -115,7 +121,7 @@ def options() -> dict[str, str]:
 @functools.cache
 def sources() -> tuple[tuple[str, list[tuple[str, str]]], ...]:
     paths = sorted(PACKAGE.rglob("*.py"))
-    return tuple((path.relative_to(PACKAGE).as_posix(), list(imports(ast.parse(path.read_text())))) for path in paths)
+    return tuple((path.relative_to(PACKAGE).as_posix(), list(imports(tree_of(path)))) for path in paths)
 
 
 def part_of(path: str) -> str:
@@ -169,7 +175,7 @@ def names_of_the_core() -> set[tuple[str, str]]:
     for path in PACKAGE.rglob("*.py"):
         if part_of(path.relative_to(PACKAGE).as_posix()) in {*CORE, *COMMAND, "__init__"}:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("reward_loop."):
                 names = {(node.module, alias.name) for alias in node.names if node.module.split(".")[1] in CORE}
                 found |= {(module, name) for module, name in names if module != "reward_loop._util"}  # modules
@@ -189,7 +195,7 @@ def test_satellites_import_the_public_names_of_the_core() -> None:
 
 def test_no_test_imports_another_test() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
-    found = {(path.name, module) for path in files for module, _ in imports(ast.parse(path.read_text()))}
+    found = {(path.name, module) for path in files for module, _ in imports(tree_of(path))}
     assert {(name, module) for name, module in found if re.match(r"tests\.(\w+\.)*test_", module)} == set()
 
 
@@ -224,7 +230,7 @@ def test_the_core_listens_on_no_socket_but_that_of_the_web_server() -> None:
 def test_each_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
@@ -236,7 +242,7 @@ def test_tests_go_through_public_faces() -> None:
     overridden = {name for path in (PACKAGE / "verl").rglob("*.py") for name in overriding.findall(path.read_text())}
     private, unconstructed = [], []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.Attribute):
                 continue
             place = f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
@@ -264,7 +270,7 @@ def test_a_heavy_package_is_imported_at_home_only(package: str) -> None:
 @pytest.mark.parametrize("folder", ["reward_loop", "examples", "benchmarks", "tools"])
 def test_only_tests_import_tests(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
-        modules = {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}
+        modules = {module.split(".")[0] for module, _ in imports(tree_of(path))}
         assert "tests" not in modules, path
         if folder in ("examples", "benchmarks"):
             assert "sys.path" not in path.read_text(), path
@@ -274,6 +280,7 @@ EARLY = ("reward_loop.verl.main_ppo", "hydra_plugins.reward_loop_plugin", "examp
 """What is imported before verl: verl reads its environment, such as its platform, while it is imported."""
 
 
+@pytest.mark.processes
 def test_what_is_imported_before_verl_imports_no_heavy_package() -> None:
     script = f"import importlib, sys\nfor name in {EARLY}:\n    importlib.import_module(name)\n"
     script += f"print(*sorted({set(HEAVY)} & sys.modules.keys()))"
@@ -283,6 +290,7 @@ def test_what_is_imported_before_verl_imports_no_heavy_package() -> None:
     assert done.stdout == "\n"
 
 
+@pytest.mark.processes
 def test_benchmarks_and_examples_import_heavy_packages_after_their_options_are_read() -> None:
     paths = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
     commands = [path for path in paths if "ArgumentParser(" in path.read_text()]

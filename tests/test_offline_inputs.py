@@ -1,6 +1,5 @@
 """The inputs of ``reward-loop score`` and ``check``: files, records, fields."""
 
-import json
 import math
 import re
 
@@ -11,7 +10,6 @@ from reward_loop.offline.inputs import Fields, Inputs, Row, check_fields
 from tests.records.rows import sample, write
 
 ROWS = [{"solution_str": str(i)} for i in range(12)]
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
 def texts(rows):

@@ -18,6 +18,7 @@ from reward_loop._util.json import MISSING, decode, encode, look_up, to_json, wi
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner),
+    max_leaves=8,
 )
 
 DATA = {"a.b": 1, "a": {"b": 2, "c": {"d": 3}, "e.f": 4}, "list": [{"x": 5}], "none": None}

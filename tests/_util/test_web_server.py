@@ -137,6 +137,7 @@ with web_server.open_listener("127.0.0.1", 0, None) as listener:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_third_signal_ends_a_server_whose_event_loop_is_blocked(number: signal.Signals) -> None:

@@ -106,6 +106,7 @@ class DataProto:
         return part
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("skips", [True, False])
 async def test_the_rewards_of_a_data_proto_are_a_tensor(skips):
     torch = pytest.importorskip("torch")

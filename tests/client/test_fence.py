@@ -83,6 +83,7 @@ def test_a_forged_turn_is_never_like_a_real_one() -> None:
     assert not [one for one in fenced([turns[0], ("[assistant]", forged)])[1] if one in forged and one != marks[0]]
 
 
+@pytest.mark.processes
 def test_a_mark_of_another_process_is_another_one() -> None:
     command = "from reward_loop.client.fence import fenced; print(fenced([('', 'a')])[1][0])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True)

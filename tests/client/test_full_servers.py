@@ -54,6 +54,7 @@ class Engine:
         await self._runner.cleanup()
 
 
+@pytest.mark.processes  # waits for seconds
 @pytest.mark.parametrize(("status", "is_url"), [(429, True), (503, False)])
 async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_url):
     async with Engine(status) as engine:
@@ -85,7 +86,8 @@ async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_af
         await leaving
 
 
-async def test_a_request_that_is_refused_whatever_the_load_ends():
+async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
+    monkeypatch.setattr(retry_after, "LONGEST_S", 0.1)
     async with FakeJudge() as server:
         server.script(*[Status(503)] * 20)
         with pytest.raises(RequestError, match="status 503"):

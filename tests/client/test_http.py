@@ -226,6 +226,7 @@ def sessions_of_two_loops() -> None:
         gc.collect()
 
 
+@pytest.mark.processes
 def test_each_loop_has_one_session_which_is_closed_with_it() -> None:
     # In a process of its own: the garbage of other tests is not meant.
     program = f"from {__name__} import sessions_of_two_loops; sessions_of_two_loops()"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
+from reward_loop._util import retry_after
 from reward_loop.client import Choice, Judge, Number, Ratings, http
 from reward_loop.errors import ConfigError, RequestError
 from reward_loop.limits.call import RequestRetries
@@ -163,7 +164,10 @@ async def test_each_request_of_a_judge_takes_a_permit_of_its_limit() -> None:
         assert "unknown limit 'judge'" in ((await scored(other={"max_concurrent": 1})).error or "")
 
 
-async def test_a_judge_that_refuses_more_often_than_there_are_attempts_loses_no_sample() -> None:
+async def test_a_judge_that_refuses_more_often_than_there_are_attempts_loses_no_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry_after, "FIRST_S", 0.01)
     async with FakeJudge("Score: 7") as server:
         server.script(*[Status(429, retry_after=0.001), Status(429), Status(529)] * 3)
         judge = Judge("{{answer}}", Number(1, 10), address=server.address)
@@ -252,13 +256,13 @@ def asked_in_a_thread(reward_router_address: str) -> float | None:
 @pytest.mark.parametrize("function", [asked, asked_in_a_thread])
 async def test_the_pause_between_two_requests_does_not_count_towards_the_deadline(function: Any) -> None:
     async with FakeJudge("Score: 7") as server:
-        scoring = ScoringFunction(function, timeout=2.0)
-        server.script(Status(503, retry_after=2.5))
+        scoring = ScoringFunction(function, timeout=1.0)
+        server.script(Status(503, retry_after=1.1))
         result = await scoring(RewardSample("4"), reward_router_address=server.address)
         await asyncio.to_thread(scoring.close)
     assert (result.score, result.attempts) == (7.0, 1)
-    assert result.wait_s >= 2.5
-    assert result.work_s < 2
+    assert result.wait_s >= 1.1
+    assert result.work_s < 1
 
 
 async def test_what_the_client_repeated_to_no_avail_is_not_repeated_by_the_function() -> None:

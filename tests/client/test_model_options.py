@@ -65,10 +65,6 @@ async def asks_strong(solution_str: str, reward_router_address: str) -> float:
     return float((await chat_complete(reward_router_address, "?", model="strong", timeout=60)).text == "yes")
 
 
-def asks_strong_in_a_process(solution_str: str, reward_router_address: str) -> float:
-    return asyncio.run(asks_strong(solution_str, reward_router_address))
-
-
 async def scored(
     function: Callable[..., Any], gate: Gate, at_first: int, workers: int = 1, **options: Any
 ) -> list[float | None]:

@@ -77,6 +77,7 @@ def test_wrong_answers_are_wrong_and_of_many_kinds() -> None:
     assert "46" not in [wrong_answer(Problem(12, 34), rng) for _ in range(500)]
 
 
+@pytest.mark.processes
 def test_the_holes_of_a_rule_are_named_before_the_run_that_learns_them(tmp_path: Path) -> None:
     pairs = [(f"{a}+{a + 9}=", str(2 * a + 9)) for a in range(40, 52)]
     write_dataset(tmp_path / "held_out.parquet", "arithmetic", "held_out", pairs)
@@ -121,6 +122,7 @@ def test_the_reward_model_is_tested_on_wrong_answers_of_each_kind() -> None:
     assert all(texts and "122" not in {text for _, text in texts} for texts in found.values())
 
 
+@pytest.mark.processes
 def test_a_reward_model_that_accepts_wrong_answers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeakRewardModelError, match=r"After 6 steps, .* of the kind '.*', less than 97%: .* --seed"):
         make_models(tmp_path, replace(TINY, bound=0.97, rounds=2))

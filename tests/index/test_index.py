@@ -98,6 +98,7 @@ def test_an_index_that_follows_a_resumed_run_books_its_samples_as_a_new_one_does
     assert found == {f"before_{n}": n for n in range(1, 11)} | {f"again_{n}": n for n in range(11, 15)}
 
 
+@pytest.mark.processes
 def test_following_processes_that_write_and_one_that_is_killed(folder: Path) -> None:
     writers = [OtherProcess(folder, name) for name in ("a", "b")]
     try:

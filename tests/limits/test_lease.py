@@ -375,6 +375,7 @@ async def test_further_requests_of_a_call_are_refused_once_the_budget_is_used_up
     assert "got no permit: the run's budget is used up" in result.error
 
 
+@pytest.mark.processes
 def test_a_process_that_the_function_forks_is_outside():
     # In a process of its own: those of the tests have threads that a fork had better not meet.
     code = """

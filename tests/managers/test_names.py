@@ -18,6 +18,7 @@ def process_id() -> int:
     return os.getpid()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["remote", "prime"])
 async def test_the_function_runs_in_a_process(name: str) -> None:
     assert get(name) is NaiveRewardLoopManager

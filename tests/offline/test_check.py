@@ -23,6 +23,8 @@ from reward_loop.offline import check as checks
 from reward_loop.offline.check import CheckReport, check
 from reward_loop.testing import Body, FakeJudge
 
+pytestmark = pytest.mark.processes
+
 SAMPLES = [RewardSample(f"2+2 is {i}", ground_truth=["4"], uid=f"q{i}", extra_info={"a": [1]}) for i in range(5)]
 QUIET: dict[str, Any] = {"max_blocked_s": 600.0}  # whatever else the machine does, nothing counts as blocking
 

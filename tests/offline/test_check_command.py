@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from reward_loop.cli import app
 from tests.support.gsm8k import ROOT
 
+pytestmark = pytest.mark.processes
+
 runner = CliRunner()
 
 FUNCTIONS = """

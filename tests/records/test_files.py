@@ -145,40 +145,40 @@ async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Pa
 
 
 def test_the_oldest_exchanges_are_deleted_first_and_rows_are_kept(tmp_path: Path) -> None:
-    files = RecordFiles(tmp_path, max_bytes=512_000)  # a segment ends above 1000 bytes
-    for i in range(400):
+    files = RecordFiles(tmp_path, max_bytes=128_000)  # a segment ends above 250 bytes
+    for i in range(100):
         files.add_rows([b"r" * 99 + b"\n"])
         files.add_texts(EXCHANGES, [b"e" * 1199 + b"\n"])
         files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
-        assert i % 20 or folder_size(tmp_path) <= 512_000 + 2 * 1200 + 100, i
-    assert files.path.stat().st_size == 40_000
+        assert i % 20 or folder_size(tmp_path) <= 128_000 + 2 * 1200 + 100, i
+    assert files.path.stat().st_size == 10_000
     texts, exchanges = names(tmp_path / TEXTS), names(tmp_path / EXCHANGES)
-    # 472,000 bytes are left for texts: half of them for exchanges, the rest for the texts of samples.
-    assert exchanges == [f"{i:06}" for i in range(400 - len(exchanges), 400)]
-    assert texts == [f"{i:06}" for i in range(400 - len(texts), 400)]
-    assert 190 <= len(exchanges) <= 197
-    assert 190 <= len(texts) <= 197
+    # 118,000 bytes are left for texts: half of them for exchanges, the rest for the texts of samples.
+    assert exchanges == [f"{i:06}" for i in range(100 - len(exchanges), 100)]
+    assert texts == [f"{i:06}" for i in range(100 - len(texts), 100)]
+    assert 44 <= len(exchanges) <= 49
+    assert 44 <= len(texts) <= 49
 
 
 @pytest.mark.parametrize("kind", [EVENTS, HEALTH])
 def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -> None:
     (tmp_path / kind).mkdir()
-    (tmp_path / kind / "host-1-a.jsonl").write_bytes(b"r" * 400_000)
-    files = RecordFiles(tmp_path, max_bytes=512_000)
-    for _ in range(300):
+    (tmp_path / kind / "host-1-a.jsonl").write_bytes(b"r" * 100_000)
+    files = RecordFiles(tmp_path, max_bytes=128_000)
+    for _ in range(75):
         files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
-    assert folder_size(tmp_path) <= 512_000 + 1200
-    assert (tmp_path / kind / "host-1-a.jsonl").stat().st_size == 400_000
-    assert len(names(tmp_path / TEXTS)) > 90
+    assert folder_size(tmp_path) <= 128_000 + 1200
+    assert (tmp_path / kind / "host-1-a.jsonl").stat().st_size == 100_000
+    assert len(names(tmp_path / TEXTS)) > 20
 
 
 def test_processes_share_the_size_of_a_folder(tmp_path: Path) -> None:
-    one, other = (RecordFiles(tmp_path, max_bytes=512_000) for _ in range(2))
-    for _ in range(300):
+    one, other = (RecordFiles(tmp_path, max_bytes=128_000) for _ in range(2))
+    for _ in range(75):
         one.add_texts(TEXTS, [b"1" * 1199 + b"\n"])
-    for _ in range(300):
+    for _ in range(75):
         other.add_texts(TEXTS, [b"2" * 1199 + b"\n"])
-    assert folder_size(tmp_path) <= 512_000 + 1200
+    assert folder_size(tmp_path) <= 128_000 + 1200
     assert {path.read_bytes()[:1] for path in (tmp_path / TEXTS).iterdir()} == {b"1", b"2"}
 
 

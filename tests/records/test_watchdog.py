@@ -57,6 +57,7 @@ def test_samples_that_run_too_long_are_logged_with_their_names(
     assert "sample q7 (data source 'gsm8k') in f (a.py), waits for POST http://judge/v1/chat/completions" in message
 
 
+@pytest.mark.processes
 async def test_the_line_that_blocks_an_event_loop_is_logged(
     monkeypatch: pytest.MonkeyPatch, messages: queue.Queue[str]
 ) -> None:
@@ -96,6 +97,7 @@ assert threads() == ["reward-records", "reward-watchdog"]
 """
 
 
+@pytest.mark.processes
 def test_threads_start_with_the_first_sample_and_not_with_a_manager(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", START, str(tmp_path)], check=True, env=environment, timeout=120)

@@ -193,6 +193,7 @@ def test_no_more_requests_and_clients_than_files_can_be_open(
     assert app._room_for(16384, 16384) == room
 
 
+@pytest.mark.processes
 async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
     async def quick(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.01)
@@ -221,6 +222,7 @@ async def test_more_clients_than_open_files_wait_and_none_is_reset() -> None:
         writer.close()
 
 
+@pytest.mark.processes
 async def test_sigterm_cancels_the_requests_in_flight() -> None:
     arrived, left = asyncio.Event(), asyncio.Event()
 

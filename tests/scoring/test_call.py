@@ -380,6 +380,7 @@ async def test_cancellation_propagates(is_async):
         await ended.wait()
 
 
+@pytest.mark.processes
 def test_a_hung_function_does_not_keep_the_interpreter():
     code = """
 import asyncio, threading
@@ -451,6 +452,7 @@ async def test_timeouts_and_task_groups_of_the_function():
     assert [result.score for result in results] == [2.0] * 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("isolation", "starts", "error"),
     [

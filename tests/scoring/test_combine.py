@@ -154,6 +154,7 @@ async def test_async_parts_do_not_run_in_a_process() -> None:
         ScoringFunction(mixed, isolation="process")
 
 
+@pytest.mark.processes
 async def test_a_combination_runs_in_a_process() -> None:
     function = isolated(combine(form=(form, 0.2), truth=(truth, 1)))
     assert pickle.loads(pickle.dumps(function))(solution_str="#### 4", ground_truth="4")["score"] == pytest.approx(1.2)

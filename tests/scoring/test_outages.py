@@ -28,6 +28,8 @@ from reward_loop.limits import outages
 from reward_loop.limits.outages import JudgeAddress
 from tests.support.clock import until
 
+pytestmark = pytest.mark.processes
+
 ANSWER = b'{"choices": [{"message": {"content": "7"}}], "data": [{"probs": [7]}]}'
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]

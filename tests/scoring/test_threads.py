@@ -88,6 +88,7 @@ def test_one_object_serves_one_loop_after_the_other():
     assert asyncio.run(contend()) == [1, 1, 1]
 
 
+@pytest.mark.processes
 def test_a_forked_copy_has_threads_of_its_own():
     code = """
 import asyncio, os

@@ -79,9 +79,6 @@ def test_the_command_line(engine: str, options: dict[str, Any], line: str) -> No
     assert command(settled(name, device=device or "gpu", **options)) == line
 
 
-DP_ATTENTION = {"--enable-dp-attention": True}
-
-
 @pytest.mark.parametrize(
     ("engine", "options", "gpus"),
     [

@@ -25,6 +25,8 @@ from reward_loop.serving import process
 from reward_loop.serving.process import ServerProcess
 from tests.support.servers import STUB_COMMAND, Watched, post, until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.servers import Watched
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 SERVER = """

@@ -197,6 +197,7 @@ async def test_mistakes_in_the_columns_and_groups_are_found_before_any_call(monk
             await reward(["a", "a"], ["x", "y"])
 
 
+@pytest.mark.processes
 def test_a_forked_process_starts_an_agent_of_its_own() -> None:
     program = f"""
         import asyncio, os
