@@ -27,31 +27,7 @@ the uid of the sample, the function, the number of attempts and the service's ``
 
 from __future__ import annotations
 
-from typing import Protocol, Self
-
-__all__ = [
-    "BudgetSpentError",
-    "ConfigError",
-    "FunctionLoadError",
-    "IncompleteGroupError",
-    "InvalidScoreError",
-    "LimitError",
-    "QueueClosedError",
-    "RequestError",
-    "RewardCrashedError",
-    "RewardFunctionError",
-    "RewardLoopError",
-    "RewardTimeoutError",
-    "RewardsCancelledError",
-    "ScoringError",
-    "ServerDiedError",
-    "ServerError",
-    "ServerStartError",
-    "TooManyFailuresError",
-    "TransientError",
-    "UnscoredError",
-]
-
+from typing import Any, Self
 
 DOWN_STATUS = frozenset({502, 503, 504, *range(520, 526), 529, 530})
 """Answers of a service, or of the gateway before it (520 to 525 and 530 are Cloudflare's), that is down or overloaded.
@@ -68,16 +44,6 @@ class ConfigError(RewardLoopError):
 
 class FunctionLoadError(RewardLoopError):
     """The user's function cannot be found or imported, or requires arguments that the reward loop does not provide."""
-
-
-# A protocol, since the module with `RewardSample` imports this one.
-class _Sample(Protocol):
-    """The fields of a `RewardSample` that messages contain."""
-
-    @property
-    def uid(self) -> str | None: ...
-    @property
-    def data_source(self) -> str: ...
 
 
 class ScoringError(RewardLoopError):
@@ -109,7 +75,7 @@ class ScoringError(RewardLoopError):
         self,
         problem: str = "",
         *,
-        sample: _Sample | None = None,
+        sample: Any = None,
         function: str | None = None,
         attempts: int | None = None,
         retry_after: float | None = None,
@@ -129,7 +95,7 @@ class ScoringError(RewardLoopError):
         self._cause = cause
         self.cause = cause or type(self).__name__ + (f" in {function}" if function else "")
 
-    def about(self, sample: _Sample | None = None, function: str | None = None, attempts: int | None = None) -> Self:
+    def about(self, sample: Any = None, function: str | None = None, attempts: int | None = None) -> Self:
         """Return a copy of this error with the fields of a sample and its call."""
         # Not changed in place: the samples of a batched call share its error.
         return type(self)(
@@ -142,7 +108,7 @@ class ScoringError(RewardLoopError):
         )
 
 
-def describe(sample: _Sample) -> str:
+def describe(sample: Any) -> str:
     """Return the name of a sample in messages: its uid and its data source."""
     name = f"sample {sample.uid}" if sample.uid is not None else "a sample without uid"
     return f"{name} (data source {sample.data_source!r})" if sample.data_source else name

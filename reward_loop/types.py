@@ -11,24 +11,6 @@ from typing import Any, Literal, Protocol, Self, TypedDict
 from reward_loop._util.text import first_line
 from reward_loop.errors import ScoringError, UnscoredError
 
-__all__ = [
-    "MEASURED",
-    "PART_KEYS",
-    "RESERVED_KEYS",
-    "ComputeScore",
-    "ExtraInfo",
-    "Outcome",
-    "Policy",
-    "Reward",
-    "RewardResult",
-    "RewardSample",
-    "finite_number",
-    "is_returned",
-    "missing",
-    "progress_of",
-    "returned_numbers",
-]
-
 Policy = Literal["raise", "default", "mask"]
 """What happens to a sample without a score: ``raise`` an error, use the ``default`` score, or ``mask`` the sample
 (exclude it from training)."""
@@ -43,20 +25,6 @@ RESERVED_KEYS = frozenset(f"reward_{name}" for name in ("outcome", "masked", "er
 PART_KEYS = frozenset({"token_level_scores", "turn_level_scores"})
 """Keys of ``reward_extra_info`` with which a function assigns parts of its reward to positions in the response: one
 number for each token, or one for each turn of the policy. The rest of the reward is assigned to the last token."""
-
-
-def is_returned(key: object) -> bool:
-    """Return whether a key of ``reward_extra_info`` comes from the function, and not from the reward loop."""
-    return key not in RESERVED_KEYS
-
-
-def returned_numbers(extra_info: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers that the function returned, ``score`` included, without texts and measurements.
-
-    Only keys that are strings are returned.
-    """
-    numbers = {key: finite_number(value) for key, value in extra_info.items() if isinstance(key, str)}
-    return {key: number for key, number in numbers.items() if number is not None and is_returned(key)}
 
 
 def finite_number(value: Any) -> float | None:
@@ -233,7 +201,9 @@ class RewardResult:
     @property
     def components(self) -> dict[str, float]:
         """The finite numbers that the function returned in addition to the score, by their keys."""
-        return {key: number for key, number in returned_numbers(self.extra_info).items() if key != "score"}
+        numbers = {key: finite_number(value) for key, value in self.extra_info.items() if isinstance(key, str)}
+        others = RESERVED_KEYS | {"score"}
+        return {key: number for key, number in numbers.items() if number is not None and key not in others}
 
     def to_reward(self) -> Reward:
         """Return the return value of ``run_single``. A masked sample has the score 0.
@@ -257,12 +227,7 @@ class RewardResult:
                 reward_masked=self.masked,
                 reward_error=self.error or "",
                 reward_cause=self.cause or "",
-                reward_attempts=self.attempts,
-                reward_work_s=self.work_s,
-                reward_wait_s=self.wait_s,
-                reward_queue_s=self.queue_s,
-                reward_outage_s=self.outage_s,
-                reward_total_s=self.total_s,
+                **{f"reward_{name}": getattr(self, name) for name in MEASURED},
             ),
         }
 

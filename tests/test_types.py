@@ -9,7 +9,7 @@ import pytest
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ScoringError
 from reward_loop.managers.base import decide
-from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, missing, returned_numbers
+from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_number, missing
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_finite_numbers(value: Any, number: float | None) -> None:
     assert finite_number(value) == number
 
 
-def test_returned_numbers_have_no_texts_no_measurements_and_only_keys_of_text() -> None:
-    info: dict[Any, Any] = {"score": 1, "right": True, "a/x": 2, "text": "t", "reward_work_s": 3.0}
-    assert returned_numbers({**info, 7: 0.5}) == {"score": 1.0, "right": 1.0, "a/x": 2.0}
+def test_components_have_no_texts_no_measurements_and_only_keys_of_text() -> None:
+    info: dict[Any, Any] = {"score": 1, "right": True, "a/x": 2, "text": "t", "reward_work_s": 3.0, 7: 0.5}
+    assert RewardResult(Outcome.SCORED, 1.0, info).components == {"right": 1.0, "a/x": 2.0}
 
 
 SCORED = RewardResult(Outcome.SCORED, 0.5, {"acc": 0.5}, work_s=1.0, wait_s=2.0, queue_s=3.0, outage_s=4.0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from reward_loop._util.addresses import checked_address
 from reward_loop.config import parse
 from reward_loop.errors import BudgetSpentError, ConfigError, ScoringError
-from reward_loop.limits.local import DEFAULT, Limits, LocalLimits
+from reward_loop.limits.local import Limits, LocalLimits
 from reward_loop.managers.groups import Call, Groups
 from reward_loop.managers.options import RewardLoopConfig
 from reward_loop.records import ActiveSample, Records, records, watch, watched_loops
@@ -269,7 +269,12 @@ def decide(result: RewardResult, options: RewardLoopConfig, total_s: float = 0.0
 
 
 def scoring_function(
-    manager: type, function: Any, options: RewardLoopConfig, *, limits: Limits | None = None, **more: Any
+    manager: type,
+    function: Any,
+    options: RewardLoopConfig,
+    *,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
 ) -> Any:
     """Return the scoring function for a manager class: for single samples or for batches, by its ``function_type``.
 
@@ -277,22 +282,21 @@ def scoring_function(
         manager: the manager class.
         function: the user's function, or a scoring function, which is returned unchanged.
         options: the options of the scoring function.
+        reward_kwargs: configured arguments of the function.
         limits: the limits that the scoring function shares. A scoring function passed as ``function`` keeps its own.
-        more: further arguments of the scoring function: ``reward_kwargs`` and ``limit``.
 
     Raises:
         FunctionLoadError: the function requires an argument that the reward loop does not provide.
-        ConfigError: ``more`` is given, but ``function`` is already a scoring function, so it would have no effect.
+        ConfigError: ``reward_kwargs`` are given, but ``function`` is already a scoring function.
     """
     kind = getattr(manager, "function_type", ScoringFunction)
-    if isinstance(function, kind):
-        if ignored := sorted(name for name, value in more.items() if value and (name, value) != ("limit", DEFAULT)):
-            raise ConfigError(
-                f"{ignored[0]}={more[ignored[0]]!r} has no effect: {function.name} is a {kind.__name__} already; pass "
-                f"{ignored[0]} to its constructor"
-            )
-        return function
-    return kind(function, options=options, limits=limits, **more)
+    if not isinstance(function, kind):
+        return kind(function, reward_kwargs=reward_kwargs, options=options, limits=limits)
+    if reward_kwargs:
+        raise ConfigError(
+            f"reward_kwargs have no effect: {function.name} is a {kind.__name__} already; pass them to its constructor"
+        )
+    return function
 
 
 def limits_of(function: Any, options: RewardLoopConfig) -> Limits | None:

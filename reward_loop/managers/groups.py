@@ -183,8 +183,6 @@ class Groups:
         self._who = who
         self._open: dict[Hashable, _OpenGroup] = {}
         self._arrivals = itertools.count()
-        self._expired: dict[Hashable, str] = {}
-        """Group that has failed -> why: its late samples fail at once."""
 
     @contextlib.contextmanager
     def member(self, sample: RewardSample) -> Iterator[Callable[[], bool]]:
@@ -227,8 +225,6 @@ class Groups:
         """
         member = _member.get()
         group = member.group
-        if (problem := self._expired.get(member.key)) is not None:
-            raise IncompleteGroupError(problem)
         member.has_joined = True
         group.scoring -= 1
         if (earlier := group.joined.pop(member.name, None)) is not None:
@@ -292,6 +288,3 @@ class Groups:
             raise IncompleteGroupError(problem)
 
         self._close(key, group, fail)
-        self._expired[key] = problem
-        # Not kept for the whole run: each lost group would take memory until its end.
-        asyncio.get_running_loop().call_later(self._timeout, self._expired.pop, key, None)

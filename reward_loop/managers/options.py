@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from reward_loop.config import Config, HealthConfig
-from reward_loop.scoring.isolation import ScoringOptions
+from reward_loop.scoring.options import ScoringOptions
 from reward_loop.types import Policy
 
 

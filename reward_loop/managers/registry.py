@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,17 +51,12 @@ def register(name: str) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         known = _managers.get(name)
         # A file that is imported twice, perhaps under another module name, defines the same class again.
-        if known is not None and _origin(known) != _origin(cls):
+        if known is not None and known.__qualname__ != cls.__qualname__:
             raise ConfigError(f"the reward manager {name!r} is registered already: {known.__module__}.{known.__name__}")
         _managers[name] = cls
         return cls
 
     return decorate
-
-
-def _origin(cls: type) -> tuple[str, str]:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return file or cls.__module__, cls.__qualname__
 
 
 def get(name: str) -> type[Any]:

@@ -38,7 +38,7 @@ from reward_loop.offline.inputs import Fields, Inputs
 from reward_loop.offline.score import for_each
 from reward_loop.scoring import ListScoringFunction, ScoringFunction, load_function
 from reward_loop.scoring.results import OUTSIDE_THE_MAIN_THREAD
-from reward_loop.types import RewardSample, is_returned, missing
+from reward_loop.types import RESERVED_KEYS, RewardSample, missing
 
 MAX_BLOCKED_S = 0.02
 """Maximum time in seconds for which a call may block the event loop, and with it all other samples."""
@@ -455,7 +455,7 @@ class _Checks:
 
 async def _row(scorer: Scorer, sample: RewardSample) -> CheckedRow:
     result, _ = await scored(scorer.manager, sample, sample.uid)
-    components = {name: value for name, value in result.extra_info.items() if is_returned(name)}
+    components = {name: value for name, value in result.extra_info.items() if name not in RESERVED_KEYS}
     uid = sample.uid or ""
     return CheckedRow(uid, result.outcome, result.reward, result.work_s, components, result.error or "")
 

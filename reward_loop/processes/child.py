@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import hashlib
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -20,26 +19,20 @@ import random
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NoReturn
 
 from reward_loop._util.json import portable
 from reward_loop.errors import RewardFunctionError
 from reward_loop.processes.outcome import CallOutcome, RemoteError, describe_exception, outcome_of
 
-HEADER = struct.Struct("!cQ")
-"""What each message starts with: its kind, and the length of its content."""
+HEADER = struct.Struct("!?Q")
+"""What each message of the process starts with: whether it is the last one, and the length of its content, which is the
+outcome of a call. A message without content says that the call has started.
 
-CALL, STARTED, ENDED, ENDED_LAST = b"C", b"S", b"E", b"L"
-"""The kinds of messages:
-
-- `CALL`: from the pool, with the pickled timeout, key and pickled arguments of a call. Without these, the answer says
-  whether the function is loaded.
-- `STARTED`: the call has started.
-- `ENDED`: it has ended, with its outcome.
-- `ENDED_LAST`: the same, and the process ends.
+The pool sends the pickled timeout, key and pickled arguments of each call; or ``None``, to which the answer is an
+outcome that says whether the function is loaded.
 """
 
 EXIT_BROKEN = 70
@@ -97,11 +90,6 @@ def load(setup: Setup) -> Function:
     return function
 
 
-def message(kind: bytes, content: bytes = b"") -> bytes:
-    """Return the bytes of a message."""
-    return HEADER.pack(kind, len(content)) + content
-
-
 def serve(connection: socket.socket, report_fd: int, function: Function, calls: int | None) -> NoReturn:
     """Run calls, then exit. The process also exits when the pool closes its end.
 
@@ -124,14 +112,14 @@ def serve(connection: socket.socket, report_fd: int, function: Function, calls: 
         calls = 1  # another process may load it: this one, which fails at once, would get most of the calls
     while calls is None or calls > 0:
         try:
-            content = received.read(HEADER.unpack(received.read(HEADER.size))[1])
-            if not content:
-                connection.sendall(message(ENDED, _pack(CallOutcome(None, None, 0.0, error))))
-                continue
-            timeout, key, arguments = pickle.loads(content)
-        except (EOFError, OSError, struct.error):  # the pool has closed the connection
+            call = pickle.load(received)
+        except (EOFError, OSError, pickle.UnpicklingError):  # the pool has closed the connection
             leave(0)
-        connection.sendall(message(STARTED))
+        if call is None:
+            _send(connection, _pack(CallOutcome(None, None, 0.0, error)))
+            continue
+        timeout, key, arguments = call
+        _send(connection)
         if timeout is not None:
             # In a thread of C, which ends the process also while the function holds the interpreter's lock.
             faulthandler.dump_traceback_later(timeout, exit=True, file=report_fd)
@@ -142,10 +130,14 @@ def serve(connection: socket.socket, report_fd: int, function: Function, calls: 
             with contextlib.suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         calls = None if calls is None else calls - 1
-        connection.sendall(message(ENDED_LAST if calls == 0 else ENDED, _pack(outcome)))
+        _send(connection, _pack(outcome), is_last=calls == 0)
         if calls != 0:
             cancel()  # this waits for the thread
     leave(0)
+
+
+def _send(connection: socket.socket, content: bytes = b"", is_last: bool = False) -> None:
+    connection.sendall(HEADER.pack(is_last, len(content)) + content)
 
 
 def _call(function: Function, key: str, arguments: bytes) -> CallOutcome:
@@ -190,14 +182,11 @@ def _portable(value: Any) -> Any:
     return portable(value) if isinstance(value, Mapping | tuple) else value
 
 
-class _Files(importlib.abc.MetaPathFinder):
+@dataclass(frozen=True)
+class _Files:
     """Imports modules from files under the names that `load_function` gave them."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._files = files
+    files: Mapping[str, str]
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        file = self._files.get(fullname)
-        return importlib.util.spec_from_file_location(fullname, file) if file else None
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.files[name]) if name in self.files else None

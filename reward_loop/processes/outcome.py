@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reward_loop._util.text import last_user_frame, user_lines
+from reward_loop._util.text import cut, last_user_frame, user_lines
 from reward_loop._util.transient import is_refusal, is_transient, out_of_credit, retry_after, status_of, unreachable
 from reward_loop.errors import ScoringError
 
@@ -80,9 +80,9 @@ class CallOutcome:
     """Seconds of waiting for a free thread or process."""
 
     @classmethod
-    def without_call(cls, error: ScoringError, wait_s: float = 0.0) -> CallOutcome:
-        """Return the outcome of a call that did not start, after ``wait_s`` seconds of waiting for a limit."""
-        return cls(None, None, 0.0, error, attempts=0, wait_s=wait_s)
+    def without_call(cls, error: ScoringError) -> CallOutcome:
+        """Return the outcome of a call that did not start."""
+        return cls(None, None, 0.0, error, attempts=0)
 
 
 def outcome_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
@@ -139,6 +139,4 @@ def _summary(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = "(its message cannot be printed)"
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = message[:_MESSAGE_CHARACTERS] + "..."
-    return f"{type(error).__name__}: {message}"
+    return f"{type(error).__name__}: {cut(message, _MESSAGE_CHARACTERS)}"

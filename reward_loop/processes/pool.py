@@ -10,8 +10,8 @@ children (`reward_loop.processes.child`). They are forked before their call, so 
 ==================  ======================================================================================
 State of a child    Next
 ==================  ======================================================================================
-idle                Receives a call, and sends `STARTED`; or is closed by the pool
-running a call      `ENDED`: idle. `ENDED_LAST`, death, timeout or cancellation: closed
+idle                Receives a call, and says that it has started; or is closed by the pool
+running a call      Sends the outcome: idle. The last outcome, death, timeout or cancellation: closed
 closed              The template kills the process
 ==================  ======================================================================================
 """
@@ -37,7 +37,7 @@ import cloudpickle
 from reward_loop._util.process import ParentDeathPipe
 from reward_loop._util.signals import name_of
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
-from reward_loop.processes.child import CALL, ENDED, HEADER, STARTED, Setup, message
+from reward_loop.processes.child import HEADER, Setup
 from reward_loop.processes.outcome import CallOutcome
 
 _STOP_SECONDS = 5.0
@@ -46,7 +46,6 @@ _START_SECONDS = 300.0
 """Seconds for importing the function's module. Importing verl with torch can take 30 s on a busy machine."""
 _GRACE_SECONDS = 2.0
 """Seconds after its deadline in which a child must have ended itself. On a busy machine it may not run at once."""
-_NOT_LOADED = "was not loaded in a worker process within {:g} s"
 _STACK_LINES = 8
 _READ_BYTES = 1 << 20
 
@@ -122,46 +121,33 @@ class WorkerProcesses:
         """
         try:
             # By value where the content is of `__main__`, which a child does not have.
-            content = pickle.dumps((timeout, key, cloudpickle.dumps(arguments)))
+            call = pickle.dumps((timeout, key, cloudpickle.dumps(arguments)))
         # Pickling runs code of the user's types, which may raise anything.
         except Exception as error:
             problem = f"has arguments that cannot be sent to a worker process: {type(error).__name__}: {error}"
             return CallOutcome(None, None, 0.0, RewardFunctionError(problem))
-        call = message(CALL, content)
         # A semaphore belongs to one event loop; this object may be used in several, one after another.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.max_processes)
         async with self._slots[1]:
-            # A child that dies before its call has nothing to do with it: perhaps memory had run out.
-            with contextlib.suppress(_NotStartedError):
-                return await self._call(call, timeout, begin)
             try:
                 return await self._call(call, timeout, begin)
-            except _NotStartedError as error:
-                raise RewardCrashedError(error.problem) from None
+            except _NotStartedError:  # it has nothing to do with the call: perhaps memory had run out
+                return await self._call(call, timeout, begin)
 
     async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         template = self._started()
         child = template.idle.pop() if template.idle else template.fork()
-        template.working += 1
         try:
-            self._fill(template)
             return await child.call(call, timeout, begin)
-        except RewardCrashedError:
-            if not child.has_started and self._template is template:
-                self._template = None  # it may be dead, or hang in an import; the next call starts another one
-            raise
         finally:
-            template.working -= 1
-            if child.is_usable:
+            if template is self._template and child.is_usable:
                 template.idle.append(child)
             else:
                 child.close()
-            if template is self._template:
-                self._fill(template)
-            elif not template.working:
-                await asyncio.to_thread(template.end)
+                if template is self._template:
+                    self._fork_ahead(template)
 
     def load(self) -> None:
         """Wait until a process has loaded the function.
@@ -169,19 +155,16 @@ class WorkerProcesses:
         Raises:
             FunctionLoadError: it has not: for instance, the constructor of a class has raised an exception.
         """
-        template = self._started()
-        child = template.fork()
         # In a thread: this one may have a running event loop.
         with ThreadPoolExecutor(1) as thread:
+            loading = thread.submit(asyncio.run, self._call(pickle.dumps(None), None, lambda: None))
             try:
-                loading = child.call(message(CALL), None, lambda: None)
-                error = thread.submit(asyncio.run, loading).result().error
+                error = loading.result().error
             except RewardCrashedError as crash:
                 error = crash
             except BaseException:
-                child.close()  # at Ctrl-C, the thread ends with the connection
+                self.close()  # at Ctrl-C, the thread ends with the template
                 raise
-        template.idle.append(child)
         if error is not None:
             self.close()
             raise FunctionLoadError(f"{self._name} {error.problem}")
@@ -190,22 +173,23 @@ class WorkerProcesses:
         """Return the template, which is started if none runs."""
         if self._template is None or not self._template.is_running():
             self.close()
-            # The finalizer must not refer to `self`, or the pool would never be deleted.
             self._template = _TemplateProcess(self._setup)
+            # The finalizer must not refer to `self`, or the pool would never be deleted.
             self._template.end = weakref.finalize(self, self._template.close)
+            for _ in range(self.max_processes):
+                self._fork_ahead(self._template)
         return self._template
 
-    def _fill(self, template: _TemplateProcess) -> None:
-        """Fork a child for each free slot, so that the next calls do not wait for it."""
-        # In the null form, a process costs the import of the function: none is started before it is needed.
-        while self._calls is not None and len(template.idle) + template.working < self.max_processes:
+    def _fork_ahead(self, template: _TemplateProcess) -> None:
+        """Fork a child for a free place, so that the next call does not wait for it."""
+        if self._calls is not None:  # in the null form, a process costs the import of the function
             template.idle.append(template.fork())
 
     def close(self) -> None:
-        """Stop the idle processes, and the template when the last call in flight has ended. A later call starts new."""
-        template, self._template = self._template, None
-        if template is not None and not template.working:
-            template.end()
+        """Stop the template with its processes: calls in flight fail. A later call starts a new one."""
+        if self._template is not None:
+            self._template.end()
+            self._template = None
 
 
 class _NotStartedError(RewardCrashedError):
@@ -220,8 +204,6 @@ class _TemplateProcess:
 
     def __init__(self, setup: bytes) -> None:
         self.idle: list[_Child] = []
-        self.working = 0
-        """The number of calls in flight. A template that is not that of its pool any more ends with the last one."""
         self._owner = os.getpid()
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._parent_death = ParentDeathPipe()
@@ -280,8 +262,6 @@ class _Child:
         connection.setblocking(False)
         self._connection = connection
         self.report_fd = report_fd
-        self.has_started = False
-        """Whether the last call has started."""
         self.is_usable = False
         """Whether the last call has ended, and the child serves another one."""
 
@@ -291,31 +271,30 @@ class _Child:
         Raises:
             _NotStartedError: the child died before the call.
         """
-        self.is_usable = self.has_started = False
+        self.is_usable = has_started = is_late = False
         loop = asyncio.get_running_loop()
-        is_late = False
         # At the end of the connection, the child is dead, and the report says why.
         with contextlib.suppress(EOFError, ConnectionError):
             try:
                 async with asyncio.timeout(_START_SECONDS) as deadline:
                     await loop.sock_sendall(self._connection, call)
                     while True:
-                        kind, length = HEADER.unpack(await self._receive(loop, HEADER.size))
-                        if kind != STARTED:
+                        is_last, length = HEADER.unpack(await self._receive(loop, HEADER.size))
+                        if length:
                             outcome = _unpack(await self._receive(loop, length))
-                            self.is_usable = kind == ENDED
+                            self.is_usable = not is_last
                             return outcome
-                        self.has_started = True
+                        has_started = True
                         begin()
                         # The child ends itself at the deadline, unless it cannot.
                         deadline.reschedule(None if timeout is None else loop.time() + timeout + _GRACE_SECONDS)
             except TimeoutError:
                 is_late = True
-        report = self._report()
-        if not self.has_started:
-            raise (
-                RewardCrashedError(_NOT_LOADED.format(_START_SECONDS)) if is_late else _NotStartedError(_death(report))
-            )
+        report = os.pread(self.report_fd, 1 << 16, 0).decode(errors="replace")
+        if not has_started and is_late:
+            raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s")
+        if not has_started:
+            raise _NotStartedError(_death(report), cause=RewardCrashedError.__name__)
         if is_late or report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
             raise TimeoutError(_at(report))
         raise RewardCrashedError(_death(report))
@@ -333,9 +312,6 @@ class _Child:
                 raise EOFError
             received += part
         return received
-
-    def _report(self) -> str:
-        return os.pread(self.report_fd, 1 << 16, 0).decode(errors="replace")
 
     def close(self) -> None:
         """Close the connection; the template then kills the child if it is alive."""

@@ -126,21 +126,17 @@ class _Forks:
     def __init__(
         self, control: socket.socket, parent_death_fd: int, setup: Setup, function: child.Function | None
     ) -> None:
-        self._pid = os.getpid()
         self._control = control
         self._parent_death_fd = parent_death_fd
         self._setup = setup
         self._function = function
         """``None``: each child loads it."""
-        self._own_mb = _memory_mb(self._pid)
-        self._helpers = set(children(self._pid))
+        self._own_mb = _memory_mb(os.getpid())
+        self._helpers = set(children(os.getpid()))
         """The processes that loading the function has started."""
         self._alive: dict[int, _Forked] = {}
         self._dead: list[_Forked] = []
-        self._woken_fd, wake_fd = os.pipe()
-        os.set_blocking(self._woken_fd, False)
-        os.set_blocking(wake_fd, False)
-        self._own_fds = [control.fileno(), parent_death_fd, self._woken_fd, wake_fd]
+        self._woken_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         # Only a signal with a handler is written to the wake-up descriptor; by default, the kernel discards this one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -176,6 +172,7 @@ class _Forks:
             os.set_inheritable(fd, False)  # a program that the function starts would hold the connection open
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # otherwise the child would write it, too
+        template = os.getpid()
         try:
             pid = os.fork()
         except OSError:  # No more processes available. The pool sees the end of the stream.
@@ -184,7 +181,7 @@ class _Forks:
             return True
         if pid == 0:
             try:
-                self._become_child()
+                self._become_child(template)
                 function = child.load(self._setup) if self._function is None else self._function
                 calls = None if self._function is None else self._setup.calls
                 child.serve(connection, report_fd, function, calls)
@@ -195,18 +192,16 @@ class _Forks:
         self._poll.register(connection, select.POLLRDHUP)
         return True
 
-    def _become_child(self) -> None:
-        """Set up the child: close the template's files, and die when the template dies."""
+    def _become_child(self, template: int) -> None:
+        """Set up the child, which dies with the template."""
         die_with_parent()
-        if os.getppid() != self._pid:  # the template had died before
+        if os.getppid() != template:  # it had died before
             os._exit(child.EXIT_BROKEN)
         adopt_orphans()
         # A function that kills its process group must not kill the template.
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in self._own_fds:
-            os.close(fd)
         # While a copy of another child's connection is open, the pool does not see its end.
         for other in [*self._alive.values(), *self._dead]:
             other.connection.close()
@@ -242,7 +237,7 @@ class _Forks:
                         self._poll.unregister(one.connection)
                     one.code = os.waitstatus_to_exitcode(ended[1])
                     self._dead.append(one)
-        orphans = [pid for pid in children(self._pid) if pid not in self._alive and pid not in self._helpers]
+        orphans = [pid for pid in children(os.getpid()) if pid not in self._alive and pid not in self._helpers]
         for pid in orphans:
             kill(pid)
         while self._dead and not orphans:  # otherwise, the end of each orphan leads here again

@@ -11,7 +11,6 @@ from reward_loop._util.bounded_tasks import together
 from reward_loop._util.text import listing
 from reward_loop.errors import FunctionLoadError, InvalidScoreError
 from reward_loop.processes.child import callable_of
-from reward_loop.scoring.isolation import is_isolated
 from reward_loop.scoring.results import normalise
 from reward_loop.scoring.signature import Target, own_copy, resolve
 from reward_loop.types import PART_KEYS, RESERVED_KEYS
@@ -47,7 +46,7 @@ def combine(**parts: tuple[Any, float]) -> Any:
         if not isinstance(part, tuple) or len(part) != 2 or not _is_number(part[1]):
             raise FunctionLoadError(f"combine: {name} must be a function and its weight: {name}=(function, 1.0)")
         target = resolve(part[0])
-        if is_isolated(target):
+        if target.is_isolated:
             raise FunctionLoadError(
                 f"combine: {name} is marked with isolated, which has no effect in it: mark the whole, "
                 "isolated(combine(...))"
@@ -93,12 +92,11 @@ class _Parts:
 
     def _call(self, name: str, given: Mapping[str, Any]) -> Any:
         target, _ = self._parts[name]
-        # The tokenizer is large, and nobody changes it.
+        # Copies of what comes from the sample, which another part may change.
         return self._functions[name](
             **{
-                name: value if name == "reward_model_tokenizer" else own_copy(value)
-                for name, value in given.items()
-                if name in target.passes
+                key: own_copy(given[key]) if key in target.from_sample else given[key]
+                for key in target.passes & given.keys()
             }
         )
 

@@ -16,17 +16,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from reward_loop._util.text import shorten
+from reward_loop._util.text import cut, shorten
 from reward_loop.config import parse
 from reward_loop.errors import (
     BudgetSpentError,
     ConfigError,
+    FunctionLoadError,
     InvalidScoreError,
     LimitError,
     RewardCrashedError,
@@ -40,15 +40,16 @@ from reward_loop.limits.outages import JudgeAddress
 from reward_loop.processes.child import callable_of
 from reward_loop.processes.outcome import CallOutcome, describe_exception, outcome_of
 from reward_loop.processes.pool import WorkerProcesses
-from reward_loop.scoring.isolation import ScoringOptions, in_processes, is_isolated
+from reward_loop.scoring.load import file_modules
+from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
 from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardResult, RewardSample
 
-_NAMED = 8
-"""The maximum number of sample uids that an error message lists."""
+_NAMES = 120
+"""The largest number of characters of the names of samples in an error message."""
 
 
 class UserFunction:
@@ -63,24 +64,24 @@ class UserFunction:
     takes: frozenset[str]
     """The arguments that the function receives, by their names for one sample, if the sample has them."""
 
+    of_lists: ClassVar[bool] = False
+    """Whether the function is called with lists for several samples."""
+
     def __init__(
         self,
         function: Any,
         *,
         reward_kwargs: Mapping[str, Any] | None = None,
         options: ScoringOptions | None = None,
-        limit: str = DEFAULT,
         limits: Limits | None = None,
         **own: Any,
     ) -> None:
         """Inspect the function's signature.
 
         Args:
-            function: a function, a callable object, or a class or instance with ``compute_score``; or a `Target`
-                returned by `resolve`.
+            function: a function, a callable object, or a class or instance with ``compute_score``.
             reward_kwargs: configured arguments of the function, or of its class.
             options: all options, such as a `RewardLoopConfig`.
-            limit: the name of the limit that each call acquires; ignored if no such limit is configured.
             limits: limits and budget shared with other functions; the caller closes them. By default the function
                 creates its own from ``options``, and closes them.
             own: single options instead of ``options``: ``timeout``, ``max_threads``, ``isolation``, ``max_processes``,
@@ -89,41 +90,26 @@ class UserFunction:
         Raises:
             FunctionLoadError: the function requires an argument that the reward loop does not provide, or cannot run
                 in a process.
-            ConfigError: ``limit`` is reserved, or two arguments exclude each other.
+            ConfigError: an option is invalid, or is given beside ``options``.
         """
-        if limit == REWARD_MODEL:
-            raise ConfigError(
-                f"the limit {limit!r} is reserved for functions that get the address of a served reward model: name "
-                "another limit"
-            )
         if options is None:
             options = parse(ScoringOptions, own, type(self).__name__)
         elif own:
             name, value = next(iter(own.items()))
-            raise ConfigError(
-                f"{type(self).__name__}: {name}={value!r} and options={type(options).__name__}(...) are both given: "
-                f"set {name} in the options"
-            )
-        if reward_kwargs and isinstance(function, Target):
-            raise ConfigError(f"reward_kwargs have no effect: the signature of {function.name} has been read already")
-        self._target = function if isinstance(function, Target) else resolve(function, reward_kwargs)
+            raise ConfigError(f"{type(self).__name__}: {name}={value!r} has no effect beside options: set it in them")
+        self._target = resolve(function, reward_kwargs, of_lists=self.of_lists)
         self.name = self._target.name
         self.is_async = self._target.is_async
         self.requires = self._target.requires
         self.takes = self._target.passes
         self._threads = DaemonThreads(options.max_threads)
-        self._executor: DaemonThreads | WorkerProcesses = self._threads
-        self._object: Any = None
-        """The function, or the object whose method is called; ``None`` until it is needed in this process."""
-        if is_isolated(self._target) or (options.isolation == "process" and not self._target.is_async):
-            self._executor = processes = in_processes(self._target, options)
-            # Its constructor does not run in this process: if it raises, every sample would fail.
-            if inspect.isclass(self._target.origin):
-                processes.load()
+        self._processes: WorkerProcesses | None = None
+        if self._target.is_isolated or (options.isolation == "process" and not self.is_async):
+            self._processes = _processes_of(self._target, options)
         else:
-            self._function = callable_of(self._made())
+            self._function = callable_of(self._object)
         self._retry = Retry(options.retry)
-        self._limits_of_call = [limit]
+        self._limits_of_call = [DEFAULT]
         """The limits that each call acquires, if they are configured. The place at the reward model comes last: a call
         that waits for another limit must not hold it."""
         if "reward_router_address" in self._target.passes:
@@ -135,84 +121,64 @@ class UserFunction:
     @property
     def in_processes(self) -> bool:
         """Whether the function runs in worker processes."""
-        return isinstance(self._executor, WorkerProcesses)
+        return self._processes is not None
 
-    def _checked(self, sample: RewardSample) -> RewardSample:
-        """Return the sample, with an error if it lacks an argument that the function requires."""
-        if sample.error is None and (problem := self._target.problem(sample)) is not None:
-            return replace(sample, error=problem)
-        return sample
-
-    def _made(self) -> Any:
-        """Return the function, or the object, which is made once."""
-        if self._object is None:
-            self._object = self._target.make()
-        return self._object
+    @functools.cached_property
+    def _object(self) -> Any:
+        """The function, or the object whose method is called, which is made when this process needs it."""
+        return self._target.make()
 
     def __repr__(self) -> str:
-        where = "async" if self.is_async else "sync"
-        if isinstance(self._executor, WorkerProcesses):
-            where += f", max_processes={self._executor.max_processes}, max_memory_mb={self._executor.max_memory_mb}"
+        where = "in processes" if self.in_processes else "async" if self.is_async else "sync"
         return f"{type(self).__name__}({self.name}, {where}, timeout={self.timeout})"
 
     def close(self) -> None:
-        """Stop the idle worker processes, and close the limits that the function created itself.
+        """Stop the worker processes, and close the limits that the function created itself.
 
-        The process that forks them is stopped too if no call is in flight. A later call starts new ones, and reopens
-        the limits.
+        Calls in flight fail. A later call starts new processes, and reopens the limits.
         """
-        if isinstance(self._executor, WorkerProcesses):
-            self._executor.close()
+        if self._processes is not None:
+            self._processes.close()
         if self._owns_limits:
             self.limits.close()
 
-    async def _call(self, make_arguments: Callable[..., dict[str, Any]], step: int | None) -> CallOutcome:
-        """Call the function, and again after transient errors and outages.
-
-        Args:
-            make_arguments: receives the ``attempt``, and returns the arguments of that call, which no other one sees.
-            step: the training step.
-        """
+    async def _call(self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any) -> CallOutcome:
+        """Call the function for a sample, or for those of a list, and again after transient errors and outages."""
         started = time.monotonic()
+        context = {"reward_router_address": router_address, "reward_model_tokenizer": tokenizer}
         # Of all attempts: a retry keeps its place in the queues of limits.
-        order = (float(step or 0), time.time())
-        outcome = await self._attempt(make_arguments, order)
+        order = (float(samples[0].global_steps or 0), time.time())
+        attempt = functools.partial(self._attempt, samples, context, order)
+        outcome = await attempt(1)
         if outcome.exception is not None:
-            again = functools.partial(self._attempt, make_arguments, order)
             outages = self.limits.outages if self.limits.outages.timeout_s else None
-            outcome = await self._retry.again(outcome, again, started, outages, self.name)
+            outcome = await self._retry.again(outcome, attempt, started, outages, self.name)
         elif self.limits.outages.open and outcome.error is None:
             self.limits.outages.answered(JudgeAddress("", function=self.name))
         return outcome
 
     async def _attempt(
-        self, make_arguments: Callable[..., dict[str, Any]], order: Order, attempt: int = 1
+        self, samples: Sequence[RewardSample], context: Mapping[str, Any], order: Order, attempt: int
     ) -> CallOutcome:
         """Call the function once, under its limits if they are configured."""
         try:
-            arguments = make_arguments(attempt=attempt)
+            arguments = self._target.arguments(samples, context, attempt)
         except RecursionError:
             why = "was not called: its data is nested too deeply, or contains itself"
             return CallOutcome.without_call(ScoringError(why, cause="invalid row"))
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, order, attempt)
-        if self.limits.max_waits:
-            try:
-                await call.enter(self._limits_of_call)
-            except (LimitError, BudgetSpentError) as error:
-                call.end(abandoned=True)
-                return CallOutcome.without_call(type(error)(_not_called(str(error), attempt)), call.waited)
-            except BaseException:
-                call.end(abandoned=True)
-                raise
         permitted = time.monotonic()
         outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
-        current_call.set(call)
         outcome: CallOutcome | None = None
         # Until the function has ended: after its deadline or a cancellation, its thread may run on.
         abandoned = True
         try:
+            if self.limits.max_waits:
+                await call.enter(self._limits_of_call)
+                permitted = time.monotonic()
+            current_call.set(call)
             if not self.is_async:
                 outcome = await self._call_sync(call, arguments)
             else:
@@ -224,6 +190,8 @@ class UserFunction:
                 finally:
                     _cancel(task)
             abandoned = False
+        except (LimitError, BudgetSpentError) as error:
+            outcome = CallOutcome.without_call(type(error)(_not_called(str(error), attempt)))
         # `TimeoutError` is an OSError; `Thread.start` raises RuntimeError if there are no more threads.
         except (RewardCrashedError, OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
@@ -241,7 +209,7 @@ class UserFunction:
             outcome.queue_s = max(0.0, call.started - permitted)
         if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
             outcome.work_s = max(0.0, outcome.work_s - inside)
-        if (active := call.sample) is not None and active.is_recorded:
+        if outcome.attempts and (active := call.sample) is not None and active.is_recorded:
             problem = outcome.exception or outcome.error
             active.called(self.name, outcome.work_s, outcome.queue_s, inside, problem)
         return outcome
@@ -250,17 +218,19 @@ class UserFunction:
         """Call a sync function in a thread or a process. If it returns an awaitable, await it on the event loop."""
         if call.sample is not None:
             call.sample.queue("a free process" if self.in_processes else "a free thread", call)
-        if isinstance(self._executor, DaemonThreads):
-            return await self._call_in_thread(call, self._function, arguments)
+        if self._processes is None:
+            return await self._call_in_thread(call, functools.partial(self._function, **arguments))
         uid = None if call.sample is None else call.sample.sample.uid
         key = f"{uid} {call.attempt} {arguments.get('solution_str')}"
-        return await self._executor.run(arguments, key=key, timeout=self.timeout, begin=call.begin)
+        return await self._processes.run(arguments, key=key, timeout=self.timeout, begin=call.begin)
 
-    async def _call_in_thread(
-        self, call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> CallOutcome:
+    async def _call_in_thread(self, call: Call, function: Callable[[], Any]) -> CallOutcome:
+        def run() -> CallOutcome:
+            call.begin()
+            return outcome_of(function, {})
+
         call.watch()
-        outcome = await self._threads.run(functools.partial(_begin, call, function, arguments), call.future)
+        outcome = await self._threads.run(run, call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.work_s, outcome.value
             call.future = call.loop.create_future()
@@ -291,9 +261,31 @@ def _not_called(why: str, attempt: int) -> str:
     return f"was not called{' again' if attempt > 1 else ''}: {why}"
 
 
-def _begin(call: Call, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallOutcome:
-    call.begin()
-    return outcome_of(function, arguments)
+def _processes_of(target: Target, options: ScoringOptions) -> WorkerProcesses:
+    """Return the processes in which a function runs, with the object of a class.
+
+    Raises:
+        FunctionLoadError: the function is async, or cannot be sent to a process, or its object cannot be made.
+    """
+    if target.is_async or getattr(target.origin, "has_async_parts", False):
+        what = "is async" if target.is_async else "has async parts"
+        raise FunctionLoadError(
+            f"{target.name} {what}, and only sync functions run in processes: write a plain `def`, or leave out "
+            "`isolated` and isolation=process"
+        )
+    processes = WorkerProcesses(
+        target.origin,
+        target.constructor,
+        name=target.name,
+        files=file_modules(),
+        max_processes=options.max_processes,
+        max_memory_mb=options.max_memory_mb,
+        calls_per_process=options.calls_per_process,
+    )
+    # Its constructor does not run in this process: if it raises, every sample would fail.
+    if inspect.isclass(target.origin):
+        processes.load()
+    return processes
 
 
 async def _run_on_loop(call: Call, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> None:
@@ -364,26 +356,23 @@ class ScoringFunction(UserFunction):
 
         Raises:
         """
-        if (sample := self._checked(sample)).error is not None:
-            return not_called(sample)
-        arguments = functools.partial(self._target.arguments, sample, reward_router_address, reward_model_tokenizer)
-        return to_result(await self._call(arguments, sample.global_steps), sample, self.name)
+        if (problem := self._target.problem(sample)) is not None:
+            return not_called(sample, problem)
+        outcome = await self._call((sample,), reward_router_address, reward_model_tokenizer)
+        return to_result(outcome, sample, self.name)
 
     async def post_process_scores(self, scores: list[float]) -> list[float]:
-        """Return the scores after the class's ``post_process_scores``, or unchanged if the class has none.
+        """Return the scores after the class's ``post_process_scores``.
 
         It has the deadline of a call, but no permits: `reward_loop.limit` has no effect in it.
 
         Raises:
             ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
         """
-        if not self._target.has_post_process:
-            return scores
         method = f"post_process_scores beside {self.name}"
         call = Call(self.limits, self.timeout)
-        process = functools.partial(_process, self._made().post_process_scores, scores)
         try:
-            outcome = await self._call_in_thread(call, process, {})
+            outcome = await self._call_in_thread(call, functools.partial(self._object.post_process_scores, [*scores]))
         except (OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
         finally:
@@ -393,28 +382,14 @@ class ScoringFunction(UserFunction):
         if outcome.exception is not None:
             problem = f"raised {describe_exception(outcome.exception)}"
             raise RewardFunctionError(problem, function=method) from outcome.exception
-        # In these, numbers belong to no position: they would become the scores of other samples.
-        if isinstance(outcome.value, Mapping | Set):
-            problem = f"must return a list of numbers: it returned a {type(outcome.value).__name__}"
-            raise InvalidScoreError(problem, function=method)
         try:
-            processed = [normalise(score)[0] for score in outcome.value]
-        except (InvalidScoreError, TypeError) as error:
-            raise InvalidScoreError(f"must return a list of numbers: {error}", function=method) from error
+            processed = [normalise(score)[0] for score in _items(outcome.value, len(scores))]
+        except InvalidScoreError as error:
+            raise error.about(function=method) from error
         numbers = [score for score in processed if score is not None]
-        if not len(numbers) == len(processed) == len(scores):
-            missing = len(processed) - len(numbers)
-            what = f"{len(processed)} values, {missing} of them None" if missing else f"{len(numbers)} numbers"
-            raise InvalidScoreError(f"received {len(scores)} scores and returned {what}", function=method)
+        if len(numbers) < len(scores):
+            raise InvalidScoreError(f"returned None {len(scores) - len(numbers)} times", function=method)
         return numbers
-
-
-def _process(post_process_scores: Callable[[list[float]], Any], scores: list[float]) -> Any:
-    """Return what the method returns; the numbers of a generator as a list, with at most one number too many."""
-    returned = post_process_scores(list(scores))
-    # Here, the code of a generator runs in the thread and has a deadline; its exceptions are data.
-    # One more than expected shows a wrong number, also of a generator that never ends.
-    return list(itertools.islice(returned, len(scores) + 1)) if isinstance(returned, Iterator) else returned
 
 
 class ListScoringFunction(UserFunction):
@@ -426,18 +401,7 @@ class ListScoringFunction(UserFunction):
     its samples fail.
     """
 
-    def __init__(self, function: Any, *, reward_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Inspect the function's signature.
-
-        Args:
-            function: as in `ScoringFunction`, but with list arguments.
-            reward_kwargs: configured arguments of the function, or of its class.
-            options: the keyword options of `ScoringFunction`.
-
-        Raises:
-            FunctionLoadError: the function requires an argument that the reward loop does not provide.
-        """
-        super().__init__(resolve(function, reward_kwargs, of_lists=True), **options)
+    of_lists = True
 
     async def __call__(
         self,
@@ -447,34 +411,32 @@ class ListScoringFunction(UserFunction):
         reward_model_tokenizer: Any = None,
     ) -> list[RewardResult]:
         """Score the samples in one call. Invalid samples (``sample.error`` is set) fail and are not passed to it."""
-        samples = [self._checked(sample) for sample in samples]
-        valid = [sample for sample in samples if sample.error is None]
-        context = {"router_address": reward_router_address, "tokenizer": reward_model_tokenizer}
-        results = iter(await self._score(valid, context) if valid else [])
-        return [next(results) if sample.error is None else not_called(sample) for sample in samples]
+        problems = [self._target.problem(sample) for sample in samples]
+        valid = [sample for sample, problem in zip(samples, problems, strict=True) if problem is None]
+        results = iter(await self._score(valid, reward_router_address, reward_model_tokenizer) if valid else [])
+        return [
+            next(results) if problem is None else not_called(sample, problem)
+            for sample, problem in zip(samples, problems, strict=True)
+        ]
 
-    async def _score(self, samples: list[RewardSample], context: Mapping[str, Any]) -> list[RewardResult]:
-        arguments = functools.partial(self._target.list_arguments, samples, **context)
-        outcome = await self._call(arguments, samples[0].global_steps)
+    async def _score(
+        self, samples: list[RewardSample], router_address: str | None, tokenizer: Any
+    ) -> list[RewardResult]:
+        outcome = await self._call(samples, router_address, tokenizer)
         if outcome.exception is not None or outcome.error is not None:
-            return [to_result(outcome, _together(samples), self.name)] * len(samples)
+            names = RewardSample("", uid=cut(", ".join(str(sample.uid) for sample in samples), _NAMES))
+            return [to_result(outcome, names, self.name)] * len(samples)
         try:
             values = _items(outcome.value, len(samples))
         except InvalidScoreError as error:
             called = to_result(outcome, samples[0], self.name)
             return [failed_after(called, error.about(sample, self.name)) for sample in samples]
-        return [
-            to_result(_outcome_of(value, outcome), sample, self.name)
-            for sample, value in zip(samples, values, strict=True)
-        ]
-
-
-def _together(samples: Sequence[RewardSample]) -> RewardSample:
-    """Return a sample that names all samples of a call in messages."""
-    names = [str(sample.uid) for sample in samples[:_NAMED]]
-    if len(samples) > _NAMED:
-        names.append(f"{len(samples) - _NAMED} more")
-    return RewardSample("", uid=", ".join(names))
+        results = []
+        for sample, value in zip(samples, values, strict=True):
+            exception = value if isinstance(value, BaseException) else None
+            one = replace(outcome, value=value, exception=exception)
+            results.append(to_result(one, sample, self.name))
+        return results
 
 
 def _items(returned: Any, count: int) -> Sequence[Any]:
@@ -491,8 +453,3 @@ def _items(returned: Any, count: int) -> Sequence[Any]:
     if not isinstance(items, Sequence) or isinstance(items, str | bytes) or len(items) != count:
         raise InvalidScoreError(f"must return a list of {count} scores, one for each sample; got {shorten(items)}")
     return items
-
-
-def _outcome_of(item: Any, call: CallOutcome) -> CallOutcome:
-    """Return the outcome of one sample of a call."""
-    return replace(call, value=None, exception=item) if isinstance(item, BaseException) else replace(call, value=item)

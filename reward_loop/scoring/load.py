@@ -43,10 +43,12 @@ def load_function(path: str, name: str | None = None) -> Any:
 
         compute_score = load_function("rewards.py:compute_score")
     """
-    loaded = load_object(path, name or (None if _split(path)[1] else "compute_score"))
+    if _split(path)[1] is None:
+        path, name = f"{path}:{name or 'compute_score'}", None
+    loaded = load_object(path, name)
     if not callable(loaded) and not callable(getattr(loaded, "compute_score", None)):
         raise FunctionLoadError(
-            f"{_spec(path, name)} is a {type(loaded).__name__}, which cannot be called: name a function, a callable "
+            f"{path} is a {type(loaded).__name__}, which cannot be called: name a function, a callable "
             "object, or a class with a `compute_score` method"
         )
     return loaded
@@ -79,13 +81,19 @@ def load_object(path: str, name: str | None = None) -> Any:
     return found
 
 
+def without_partial(function: Any) -> Any:
+    """Return the function in a `functools.partial`; others are returned unchanged."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def source_hash(function: Any) -> str | None:
     """Return the SHA-256 hex digest of the function's source file, or ``None`` if there is none.
 
     Modules that the file imports are not covered.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partial(function)
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
     source = getattr(module, "__file__", None)
     try:
@@ -117,10 +125,6 @@ def _split(path: str) -> tuple[str, str | None]:
     return (source, name) if colon else (source, None)
 
 
-def _spec(path: str, name: str | None) -> str:
-    return path if _split(path)[1] else f"{path}:{name or 'compute_score'}"
-
-
 def _callables(module: ModuleType) -> list[str]:
     """Return the names of the public callables that the module itself defines."""
     return [
@@ -143,8 +147,8 @@ def _load_file(path: str) -> ModuleType:
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise FunctionLoadError(f"{path} cannot be loaded as a Python module")
+        assert spec is not None  # as of each file of Python
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         # Before the code runs, as Python does: a dataclass in the file looks its module up.
         sys.modules[name] = module
@@ -159,8 +163,6 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _load_module(name: str) -> ModuleType:
-    if Path(name).is_dir() and ("/" in name or name.startswith(".")):
-        raise FunctionLoadError(f"{name} is a folder: name the file in it, such as {Path(name) / 'reward.py'}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

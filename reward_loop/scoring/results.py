@@ -50,11 +50,9 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
     if problem is None:
         try:
             score, extra_info = normalise(call.value)
+            problem = None if score is not None else _unscored(extra_info, sample, function)
         except InvalidScoreError as error:
             problem = error.about(sample, function)
-        else:
-            if score is None:
-                problem = _unscored(extra_info, sample, function)
     outcome = Outcome.SCORED
     if problem is not None:
         is_unscored = isinstance(problem, UnscoredError | BudgetSpentError)
@@ -145,9 +143,9 @@ def failed_after(called: RewardResult, problem: ScoringError) -> RewardResult:
     )
 
 
-def not_called(sample: RewardSample) -> RewardResult:
+def not_called(sample: RewardSample, problem: str) -> RewardResult:
     """Return the failed result of a sample with an invalid row, for which the function is not called."""
-    return failed(ScoringError(sample.error or "its row is invalid", sample=sample, cause="invalid row"), attempts=0)
+    return failed(ScoringError(problem, sample=sample, cause="invalid row"), attempts=0)
 
 
 def normalise(returned: Any) -> tuple[float | None, dict[str, Any]]:
@@ -250,8 +248,12 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
 
     An unscored or failed result without an exception gets one, for the policy ``raise``.
     """
-    if result.score is None or result.outcome is not Outcome.SCORED:
-        return _check_unscored(sample, result)
+    if (result.score is None) == (result.outcome is Outcome.SCORED):
+        score = "no score" if result.score is None else f"the score {result.score!r}"
+        problem = f"the reward manager returned the outcome {str(result.outcome)!r} with {score}"
+        return failed_after(result, InvalidScoreError(problem, sample=sample))
+    if result.score is None:
+        return _with_exception(sample, result)
     if not -_MAX <= result.score <= _MAX:
         problem = f"its score is {result.score:g}, which is not finite in float32"
         return failed_after(result, InvalidScoreError(problem, sample=sample))
@@ -259,15 +261,14 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
         return result
     for name in PART_KEYS & result.extra_info.keys():
         parts = result.extra_info[name]
-        if getattr(parts, "ndim", None) == 1:  # an array or a tensor: what is logged and sent is a list
+        if hasattr(parts, "tolist"):  # an array or a tensor: what is logged and sent is a list
             parts = parts.tolist()
             result = replace(result, extra_info={**result.extra_info, name: parts})
         if not are_numbers(parts):
             problem = f"{name} must be a list of finite numbers; got {shorten(parts)}"
         else:
-            known, what = sample.response_length, "tokens"
-            if name == "turn_level_scores":
-                known, what = sample.turn_count, "turns"
+            of_turns = name == "turn_level_scores"
+            known, what = (sample.turn_count, "turns") if of_turns else (sample.response_length, "tokens")
             if known in (None, len(parts)):
                 continue
             problem = f"{len(parts)} {name}, and the response has {known} {what}"
@@ -275,11 +276,8 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
     return result
 
 
-def _check_unscored(sample: RewardSample, result: RewardResult) -> RewardResult:
-    if (result.score is None) == (result.outcome is Outcome.SCORED):
-        score = "no score" if result.score is None else f"the score {result.score!r}"
-        problem = f"the reward manager returned the outcome {str(result.outcome)!r} with {score}"
-        return failed_after(result, InvalidScoreError(problem, sample=sample))
+def _with_exception(sample: RewardSample, result: RewardResult) -> RewardResult:
+    """Return a result without a score with an exception, which a manager of the user's own may not have set."""
     if result.exception is not None:
         return result
     kind = UnscoredError if result.outcome is Outcome.UNSCORED else ScoringError

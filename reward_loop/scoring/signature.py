@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 from collections import UserDict, UserList, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reward_loop._util.text import did_you_mean, listing
 from reward_loop.errors import FunctionLoadError
 from reward_loop.processes.child import callable_of
+from reward_loop.scoring.load import without_partial
 from reward_loop.types import RewardSample, missing
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_reward_loop_isolated"
 
 _CONTEXT = ("reward_router_address", "reward_model_tokenizer")
 
@@ -79,6 +83,8 @@ class Target:
     """The provided arguments that reach the callable, by their names for one sample."""
     from_sample: tuple[str, ...]
     """Those of ``passes`` that come from a sample."""
+    from_context: tuple[str, ...]
+    """Those of ``passes`` that do not."""
     requires: frozenset[str]
     """The subset of ``passes`` that the signature declares without a default."""
     needs: tuple[str, ...]
@@ -89,6 +95,14 @@ class Target:
     """Whether it has ``**kwargs``."""
     lists: Mapping[str, str] | None = None
     """For a function of lists: each list that is passed -> the argument that its items are."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether the function, its class or its object is marked with `isolated`."""
+        function = without_partial(self.origin)
+        return any(
+            hasattr(one, _MARK) for one in (function, getattr(function, "__self__", None), callable_of(function))
+        )
 
     @property
     def has_post_process(self) -> bool:
@@ -110,7 +124,9 @@ class Target:
             raise FunctionLoadError(f"{what}: {type(error).__name__}: {error}") from error
 
     def problem(self, sample: RewardSample) -> str | None:
-        """Return why a function cannot be called for a sample, or ``None``: the sample lacks a required argument."""
+        """Return why a function cannot be called for a sample; ``None`` if it can."""
+        if sample.error is not None:
+            return sample.error or "its row is invalid"
         for name in self.needs:
             if missing(getattr(sample, name)):
                 return (
@@ -119,24 +135,26 @@ class Target:
                 )
         return None
 
-    def arguments(
-        self, sample: RewardSample, router_address: str | None, tokenizer: Any, attempt: int
-    ) -> dict[str, Any]:
-        """Return the arguments of one call for one sample: copies, which the function may change."""
-        given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
-        more = own_copy(dict(sample.kwargs), objects=False) if self.takes_any and sample.kwargs else {}
-        return {**more, **given, **self._row(sample), **self._context(router_address, tokenizer, attempt)}
+    def arguments(self, samples: Sequence[RewardSample], context: Mapping[str, Any], attempt: int) -> dict[str, Any]:
+        """Return the arguments of one call: copies, which the function may change.
 
-    def list_arguments(
-        self, samples: Sequence[RewardSample], router_address: str | None, tokenizer: Any, attempt: int
-    ) -> dict[str, Any]:
-        """Return the arguments of one call for several samples: copies, which the function may change."""
+        Args:
+            samples: the sample, or those that a function of lists scores.
+            context: the values of ``reward_router_address`` and ``reward_model_tokenizer``.
+            attempt: the number of the call.
+        """
+        given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
         rows = [self._row(sample) for sample in samples]
-        given = own_copy(dict(self.reward_kwargs), objects=False) | self._context(router_address, tokenizer, attempt)
-        assert self.lists is not None
-        for plural, name in self.lists.items():
-            if any(name in row for row in rows):
-                given[plural] = [row.get(name) for row in rows]
+        if self.lists is None:
+            if self.takes_any and samples[0].kwargs:
+                given = own_copy(dict(samples[0].kwargs), objects=False) | given
+            given |= rows[0]
+        else:
+            for plural, name in self.lists.items():
+                if any(name in row for row in rows):
+                    given[plural] = [row.get(name) for row in rows]
+        for name in self.from_context:
+            given[name] = attempt if name == _ATTEMPT else context[name]
         return given
 
     def _row(self, sample: RewardSample) -> dict[str, Any]:
@@ -158,18 +176,22 @@ class Target:
             row[name] = value if type(value) in _SHARED else own_copy(value)
         return row
 
-    def _context(self, router_address: str | None, tokenizer: Any, attempt: int) -> dict[str, Any]:
-        context: dict[str, Any] = {}
-        if _ATTEMPT in self.passes:
-            context[_ATTEMPT] = attempt
-        if "reward_router_address" in self.passes:
-            context["reward_router_address"] = router_address
-        if "reward_model_tokenizer" in self.passes:
-            context["reward_model_tokenizer"] = tokenizer
-        return context
-
 
 _BY_NAME = frozenset(BY_NAME)
+
+
+def isolated(function: F) -> F:
+    """Mark a sync reward function or class to run in worker processes, which are killed at the deadline.
+
+    The mark overrides ``isolation`` in the configuration.
+
+    Example::
+
+        @isolated
+        def compute_score(solution_str, ground_truth): ...
+    """
+    setattr(function, _MARK, True)
+    return function
 
 
 def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of_lists: bool = False) -> Target:
@@ -201,27 +223,12 @@ def resolve(function: Any, reward_kwargs: Mapping[str, Any] | None = None, *, of
                 f"class {name} requires {listing(missing)} to be instantiated: give a default, or a value in "
                 "reward_kwargs"
             )
-    return _target(origin, constructor, kwargs, of_lists)
-
-
-def required_by_name(function: Any) -> frozenset[str]:
-    """Return which of the arguments that not every place has a function requires; none if its signature is invalid."""
-    try:
-        return _target(function, {}, {}, False).requires & _BY_NAME
-    except FunctionLoadError:  # reported where the function is loaded with its arguments
-        return frozenset()
-
-
-def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, Any], of_lists: bool) -> Target:
-    """Return the target of a function, object or class. The class's constructor has taken some of the ``kwargs``."""
     function = callable_of(origin)
     name = _name(origin if function is origin else function)
     if inspect.isclass(origin):
         # Its object is made later. `None` stands for `self`: only the signature is read.
-        if function is origin and not any("__call__" in vars(base) for base in origin.__mro__):
+        if function is origin:
             function = None
-        elif function is origin:
-            function = functools.partial(origin.__call__, None)
         elif inspect.isfunction(inspect.getattr_static(origin, "compute_score")):
             function = functools.partial(function, None)
     if not callable(function):
@@ -239,7 +246,8 @@ def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, An
     call_kwargs = {
         key: value for key, value in kwargs.items() if key in parameters or (takes_any and key not in constructor)
     }
-    bound = _bound_names(function) | set(call_kwargs)
+    # Arguments that are bound by the user's `functools.partial` are not passed again.
+    bound = {*call_kwargs, *(function.keywords if isinstance(function, functools.partial) else ())}
     # A judge's own prompt: `def compute_score(solution_str, prompt="Is this right?")`.
     bound |= {key for key in ("prompt", "prompts") if isinstance(parameters.get(key), str) and parameters[key]}
     open_to = {key: default for key, default in parameters.items() if key not in bound}
@@ -263,6 +271,7 @@ def _target(origin: Any, constructor: Mapping[str, Any], kwargs: Mapping[str, An
         is_async=_is_async(function),
         passes=passes,
         from_sample=tuple(key for key in (*PROVIDED, *BY_NAME) if key in passes and key not in _CONTEXT),
+        from_context=tuple(key for key in (*_CONTEXT, _ATTEMPT) if key in passes),
         requires=requires,
         needs=tuple(key for key in ("ground_truth", *BY_NAME) if key in requires),
         reward_kwargs=call_kwargs,
@@ -330,22 +339,15 @@ def _parameters(function: Any, name: str) -> tuple[dict[str, Any], bool]:
     return named, takes_any
 
 
-def _bound_names(function: Any) -> set[str]:
-    """Return the arguments already bound by the user's `functools.partial`; they are not passed again."""
-    return set(function.keywords) if isinstance(function, functools.partial) else set()
-
-
 def _is_async(function: Any) -> bool:
     # A sync wrapper around an async function counts as sync: it may run the coroutine itself, which would block the
     # event loop. It is called in a thread, and if it returns an awaitable, that is awaited on the event loop.
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = without_partial(function)
     if not hasattr(function, "__qualname__"):
         function = type(function)
     file = getattr(inspect.getmodule(function), "__file__", None)
@@ -354,15 +356,13 @@ def _name(function: Any) -> str:
 
 
 _SHARED = frozenset((type(None), bool, int, float, str, bytes))
-_CONTAINERS = (dict, list, deque, UserDict, UserList)
-"""Containers whose items are copied one by one. Not all mappings: `os.environ` and the files of `shelve` are some."""
+_CONTAINERS = (dict, list, tuple, set, bytearray, deque, UserDict, UserList)
 
 
 def own_copy(value: Any, *, objects: bool = True) -> Any:
     """Return a value that shares nothing mutable with the given one.
 
-    Containers are copied item by item. Shared are numbers, texts, tuples of them, the members of sets, which cannot
-    change, and objects that cannot be copied, such as a lock.
+    Shared are numbers, texts, tuples of them, and objects that cannot be copied, such as a lock.
 
     Args:
         value: the value.
@@ -382,24 +382,13 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
     if kind is list:
         shared = _SHARED.issuperset(map(type, value))
         return value.copy() if shared else [own_copy(item, objects=objects) for item in value]
+    if kind is tuple:
+        items = [own_copy(item, objects=objects) for item in value]
+        return value if all(one is other for one, other in zip(items, value, strict=True)) else tuple(items)
+    if not (objects or isinstance(value, _CONTAINERS) or kind.__module__ == "numpy"):
+        return value
     try:
-        if isinstance(value, tuple):
-            items = [own_copy(item, objects=objects) for item in value]
-            same = all(one is other for one, other in zip(items, value, strict=True))
-            return value if same else tuple.__new__(kind, items)  # a named tuple takes its items as arguments
-        if isinstance(value, _CONTAINERS):
-            copied = copy.copy(value)
-            for key, item in value.items() if isinstance(value, dict | UserDict) else enumerate(value):
-                copied[key] = own_copy(item, objects=objects)
-            return copied
-        if isinstance(value, set | bytearray):
-            return copy.copy(value)
-        if str(getattr(value, "dtype", "")) == "object" and kind.__module__ == "numpy":
-            copied = value.copy()
-            for place in itertools.product(*map(range, value.shape)):
-                copied[place] = own_copy(value[place], objects=objects)
-            return copied
-        return copy.deepcopy(value) if objects or kind.__module__ == "numpy" else value
+        return copy.deepcopy(value)
     except RecursionError:
         raise
     except Exception:

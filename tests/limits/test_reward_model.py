@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import reward_loop
-from reward_loop import ConfigError, LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
+from reward_loop import LimitError, NaiveRewardLoopManager, RewardLoopConfig, RewardSample, ScoringFunction
 from reward_loop.limits.local import REWARD_MODEL
 from reward_loop.records import active_samples
 from tests.support.clock import until
@@ -103,9 +103,6 @@ async def test_other_limits_hold_as_well_and_a_waiting_call_that_is_cancelled_ho
 
 
 async def test_the_limit_cannot_be_used_for_anything_else():
-    with pytest.raises(ConfigError, match="'reward_model' is reserved for functions that get the address"):
-        ScoringFunction(lambda solution_str: 1.0, limit=REWARD_MODEL)
-
     async def inside(reward_router_address):
         async with reward_loop.limit("mine"):  # no limit of the user is configured: nothing to wait for
             pass

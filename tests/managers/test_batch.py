@@ -53,6 +53,37 @@ async def test_one_call_while_another_one_runs():
     assert (await slow)["reward_score"] == 1
 
 
+async def test_a_cancelled_sample_leaves_its_batch_and_the_last_one_cancels_the_call():
+    calls, cancelled = [], asyncio.Event()
+
+    async def function(solution_strs):
+        calls.append(solution_strs)
+        try:
+            await asyncio.sleep(60 if "slow" in solution_strs else 0)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return [1] * len(solution_strs)
+
+    made = manager(function, batch={"max_batch_size": 2, "max_wait_ms": 60_000})
+
+    async def start(text):
+        task = asyncio.create_task(made.run_single(RewardSample(text)))
+        await asyncio.sleep(0.01)
+        return task
+
+    (await start("gone")).cancel()
+    slow = [await start("slow"), await start("slow")]
+    slow[0].cancel()
+    await asyncio.sleep(0.01)
+    assert not cancelled.is_set()
+    slow[1].cancel()
+    async with asyncio.timeout(30):
+        await cancelled.wait()
+        assert [(await task)["reward_score"] for task in (await start("a"), await start("b"))] == [1, 1]
+    assert calls == [["slow", "slow"], ["a", "b"]]
+
+
 async def test_policies_and_messages():
     def function(solution_strs):
         return [None if text == "?" else {"score": 1} if text == "ok" else 1 / 0 for text in solution_strs]

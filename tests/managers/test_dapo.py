@@ -2,7 +2,6 @@ import pytest
 
 from reward_loop import ConfigError, RewardLoopConfig, RewardSample
 from reward_loop.managers import DAPORewardLoopManager
-from reward_loop.managers.builtin import overlong_penalty
 from reward_loop.managers.scorer import load_scorer
 
 BUFFER = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
@@ -11,11 +10,6 @@ BUFFER = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
 def manager(function=lambda: 1.0, **kwargs):
     config = {"reward": {"reward_kwargs": {"max_resp_len": 10, "overlong_buffer_cfg": BUFFER, **kwargs}}}
     return DAPORewardLoopManager(config, compute_score=function)
-
-
-def test_the_penalty_begins_in_the_buffer_and_is_linear():
-    penalties = [overlong_penalty(length, 10, 4, 0.5) for length in (0, 6, 7, 8, 10, 12)]
-    assert penalties == pytest.approx([0, 0, -0.125, -0.25, -0.5, -0.75])
 
 
 async def test_the_penalty_is_taken_off_and_logged():

@@ -1,6 +1,5 @@
 import asyncio
 import random
-import time
 
 import pytest
 
@@ -38,7 +37,7 @@ async def test_verls_number_of_rollouts_is_the_size():
     assert [reward["reward_score"] for reward in rewards] == [1, 0]
 
 
-async def test_members_that_never_come_fail_the_group_and_the_late_at_once():
+async def test_members_that_never_come_fail_the_group():
     made = manager(size=3, timeout=0.2)
     rewards = await asyncio.gather(*(made.run_single(sample(text, "q1")) for text in "ab"))
     for reward in rewards:
@@ -48,10 +47,6 @@ async def test_members_that_never_come_fail_the_group_and_the_late_at_once():
             "group q1: only 2 of 3 samples arrived within 0.2 s (reward_loop.group.timeout): q1_a, q1_b"
             in info["reward_error"]
         )
-    began = time.monotonic()
-    info = (await made.run_single(sample("c", "q1")))["reward_extra_info"]
-    assert info["reward_error"] == rewards[0]["reward_extra_info"]["reward_error"]
-    assert time.monotonic() - began < 0.1
 
 
 @pytest.mark.parametrize(

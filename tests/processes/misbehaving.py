@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import dataclasses
 import faulthandler
 import os
 import pickle
@@ -118,22 +117,9 @@ def raises() -> float:
     raise ValueError("no number")
 
 
-def raises_with_a_lock() -> float:
-    raise ValueError("locked", threading.Lock())
-
-
 class Picky(Exception):
     def __init__(self, code: int, *, text: str) -> None:
         super().__init__(f"{code}: {text}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    """Its attributes cannot be set, so not its ``__cause__`` either."""
-
-
-def raises_what_cannot_be_changed() -> float:
-    raise Frozen
 
 
 def raises_what_cannot_be_made_again() -> float:
@@ -160,10 +146,6 @@ def signals_its_group() -> None:
     os.killpg(0, signal.SIGTERM)
 
 
-def recurses() -> Any:
-    return recurses()
-
-
 def overflows_the_stack() -> Any:
     sys.setrecursionlimit(1 << 30)
     return max([0], key=lambda _: overflows_the_stack())
@@ -171,13 +153,6 @@ def overflows_the_stack() -> Any:
 
 def returns_a_lock() -> Any:
     return threading.Lock()
-
-
-def returns_a_coroutine() -> Any:
-    async def coroutine() -> float:
-        return 1.0
-
-    return coroutine()
 
 
 def closes_its_streams() -> float:
@@ -281,11 +256,3 @@ def raises_from_status(path: str, status: int) -> float:
         raise StatusError("the service says no", status_code=status)
     except StatusError as error:
         raise ConnectionError("the judge failed") from error
-
-
-def raises_value_error_from_status(path: str, status: int) -> float:
-    _count(path)
-    try:
-        raise StatusError("the service says no", status_code=status)
-    except StatusError as error:
-        raise ValueError("no verdict") from error

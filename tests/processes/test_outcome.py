@@ -46,13 +46,6 @@ def test_whether_a_service_has_no_credit_is_read_from_its_answer_and_not_from_li
         assert "insufficient_quota" in describe_exception(remote)
 
 
-def test_the_cause_decides_also_after_pickling() -> None:
-    error = ConnectionError("the judge failed")
-    error.__cause__ = StatusError("the service says no", status_code=401)
-    assert not is_transient(error)
-    assert not is_transient(received(error))
-
-
 def test_a_group_of_exceptions_is_described_by_its_first_error() -> None:
     async def judge() -> None:
         raise ConnectionError("the judge is down")

@@ -232,7 +232,6 @@ FAILURE = RewardFunctionError
         ("signals_its_group", CRASH, "crashed: its worker process was killed by SIGTERM"),
         ("overflows_the_stack", CRASH, "crashed: its worker process was killed by SIGSEGV, at\n"),
         ("returns_a_lock", FAILURE, "returned a lock, which cannot be sent back from a worker process (TypeError"),
-        ("returns_a_coroutine", FAILURE, "returned a coroutine, which cannot be sent back from a worker process"),
     ],
 )
 async def test_a_call_without_a_result_fails_its_sample_only(one, does, error, message):
@@ -248,11 +247,8 @@ async def test_a_call_without_a_result_fails_its_sample_only(one, does, error, m
     ("does", "message", "cause"),
     [
         ("raises", "raised ValueError: no number", ValueError),
-        ("raises_with_a_lock", "raised ValueError: ('locked'", RemoteError),
         ("raises_what_cannot_be_made_again", "raised Picky: 7: picky", RemoteError),
-        ("raises_what_cannot_be_changed", "raised Frozen", RemoteError),
         ("exits", "raised SystemExit: 3", SystemExit),
-        ("recurses", "raised RecursionError", RecursionError),
     ],
 )
 async def test_an_exception_is_a_failed_result(one, does, message, cause):
@@ -319,18 +315,6 @@ def opened_and_closed(settled):
 
 def test_nothing_is_left_when_it_is_closed():
     assert left_open(opened_and_closed) == []
-
-
-async def test_closing_leaves_calls_at_work_alone(isolate, fifo):
-    before = children(os.getpid())
-    scoring = isolate(max_processes=2)
-    at_work = asyncio.create_task(scoring(sample("says", fifo=str(fifo))))
-    assert (await scoring(sample("works"))).score == 1.0
-    (template,) = set(children(os.getpid())).difference(before)
-    scoring.close()
-    assert await asyncio.to_thread(fifo.read_text) == "hello"
-    assert (await at_work).score == 1.0
-    assert not is_alive(template)  # and no idle processes are left, or were started since
 
 
 async def test_a_dead_fork_server_takes_its_workers_along_and_is_replaced(isolate, fifo):
@@ -528,7 +512,7 @@ def marked():
     return os.getpid()
 
 
-@isolated(max_processes=1, max_memory_mb=300)
+@isolated
 class Marked:
     def compute_score(self):
         return os.getpid()
@@ -562,7 +546,6 @@ async def test_garbage_collection_ends_the_processes():
     [
         ("raises_status", 503, 2),
         ("raises_from_status", 401, 1),
-        ("raises_value_error_from_status", 503, 2),
     ],
 )
 async def test_an_exception_is_retried_in_processes_as_in_threads(tmp_path, isolation, does, status, attempts):

@@ -111,16 +111,6 @@ class Rules(list[Any]):
     pass
 
 
-class Names(set[Any]):
-    pass
-
-
-def array_of(item: Any) -> np.ndarray:
-    array = np.empty((1, 1), dtype=object)
-    array[0, 0] = item
-    return array
-
-
 Pair = namedtuple("Pair", ("client", "seen"))
 
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -133,7 +123,6 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "deque": (lambda item: deque([item], maxlen=1), lambda value: value[0]),
     "tuple": (lambda item: (1, item), lambda value: value[1]),
     "named tuple": (lambda item: Pair(item, 1), lambda value: value.client),
-    "array": (array_of, lambda value: value[0, 0]),
 }
 """Containers: how one is made of an item, and how the item is read."""
 
@@ -157,14 +146,6 @@ def test_an_object_in_a_configured_container_is_shared_and_the_container_is_not(
     assert read(copied)["lock"] is lock
     read(copied)["seen"].append(1)
     assert read(given)["seen"] == []
-
-
-def test_members_of_a_configured_set_are_shared_and_the_set_is_not() -> None:
-    for given in ({Frozen}, Names([Frozen])):
-        copied = own_copy(given, objects=False)
-        assert type(copied) is type(given)
-        copied.clear()
-        assert given == {Frozen}
 
 
 def test_mappings_that_stand_for_something_else_are_shared() -> None:

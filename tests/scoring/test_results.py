@@ -63,11 +63,6 @@ def test_the_score_and_the_extra_info_of_a_returned_value(returned, score, extra
     assert not isinstance(normalise(returned)[1].get("acc"), np.generic)
 
 
-def test_torch_scalars():
-    torch = pytest.importorskip("torch")
-    assert normalise(torch.tensor(0.5)) == (0.5, {"acc": 0.5})
-
-
 class Lost:
     """As a tensor on a device that has failed."""
 

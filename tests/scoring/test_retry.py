@@ -16,7 +16,7 @@ from reward_loop.errors import (
 )
 from reward_loop.limits.outages import JudgeAddress, Outages
 from reward_loop.processes.outcome import CallOutcome
-from reward_loop.scoring.retry import Retry, _server_of
+from reward_loop.scoring.retry import Retry
 from tests.support.clock import advance
 
 
@@ -246,20 +246,6 @@ async def test_a_probe_without_an_answer_of_the_judge_passes_its_turn_to_another
 )
 async def test_a_reply_or_an_error_of_the_judge_ends_its_outage(outcome):
     assert await after_a_probe(outcome)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [
-        ("https://api.example.com", "api.example.com:443", True),
-        ("http://[::1]:8000", "::1:8000", True),
-        ("http://judge:1", "judge:1", True),
-        ("http://judge:1", "http://judge:2", False),
-        ("http://judge", "https://judge", False),
-    ],
-)
-def test_the_names_of_a_server_by_different_clients(one, other, is_same):
-    assert (_server_of(one) == _server_of(other)) is is_same
 
 
 async def test_a_reply_after_further_attempts_ends_the_outage_too():

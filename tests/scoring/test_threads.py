@@ -11,15 +11,6 @@ import pytest
 from reward_loop.scoring.threads import DaemonThreads
 
 
-async def test_threads_are_daemons_and_reused():
-    threads = DaemonThreads(1)  # with more, a second thread may start before the first one is idle again
-    first = await threads.run(threading.current_thread)
-    second = await threads.run(threading.current_thread)
-    assert first is second
-    assert first.daemon
-    assert first is not threading.current_thread()
-
-
 async def test_no_more_than_the_limit_at_a_time():
     threads = DaemonThreads(2)
     running, peak, lock = 0, 0, threading.Lock()
@@ -53,29 +44,6 @@ async def test_an_abandoned_call_leaves_its_slot():
         await task
     assert await threads.run(lambda: "free") == "free"
     release.set()
-
-
-async def test_a_slow_start_of_a_thread_delays_no_other_call(monkeypatch):
-    loop, starts, third, proceed = asyncio.get_running_loop(), [], asyncio.Event(), threading.Event()
-    start_thread = threading.Thread.start
-
-    def start(thread):
-        starts.append(thread)
-        if len(starts) == 3:
-            loop.call_soon_threadsafe(third.set)
-            proceed.wait(60)
-        start_thread(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    threads, release = DaemonThreads(3), threading.Event()
-    first, *others = (asyncio.create_task(threads.run(function)) for function in (release.wait, int, int))
-    try:
-        await third.wait()  # the thread of the second call starts one for the third
-        release.set()
-        assert await asyncio.wait_for(first, 20)
-    finally:
-        proceed.set()
-    assert await asyncio.gather(*others) == [0, 0]
 
 
 def test_one_object_serves_one_loop_after_the_other():

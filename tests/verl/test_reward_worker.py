@@ -16,7 +16,7 @@ from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.managers import registry
 from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
-from reward_loop.types import RewardSample, is_returned
+from reward_loop.types import RESERVED_KEYS, RewardSample
 from reward_loop.verl.run.job import Job
 from reward_loop.verl.workers.reward_worker import RewardWorker
 from tests.support.clock import until
@@ -284,7 +284,7 @@ async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
     validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
     trained = await worker.compute_score(rollout("4", uid="t"))
     assert validated["reward_score"] == trained["reward_score"] == 1.0
-    returned = {name: value for name, value in validated["reward_extra_info"].items() if is_returned(name)}
+    returned = {name: value for name, value in validated["reward_extra_info"].items() if name not in RESERVED_KEYS}
     assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
     assert trained["reward_extra_info"]["reward"] == 2.0
     records = open_records(settings.options)

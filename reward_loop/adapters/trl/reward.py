@@ -24,8 +24,8 @@ from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers.failures import Failures
 from reward_loop.managers.scorer import Scorer, load_scorer, scores_groups
-from reward_loop.scoring import load_function
-from reward_loop.scoring.signature import required_by_name
+from reward_loop.scoring import ScoringFunction, load_function
+from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample, missing, progress_of
 
 
@@ -218,9 +218,10 @@ def reward_function(
         parsed = parsed.model_copy(update={"log_dir": os.fspath(log_dir)})
     parsed = share_of(parsed, _processes())
     # Mistakes are found here, before the training: a worker that unpickles the result loads the function again.
-    managers.get(manager)
+    kind = getattr(managers.get(manager), "function_type", ScoringFunction)
     loaded = load_function(function) if isinstance(function, str) else function
-    if max_completion_length is None and "is_truncated" in required_by_name(loaded):
+    requires = resolve(loaded, reward_kwargs, of_lists=kind.of_lists).requires
+    if max_completion_length is None and "is_truncated" in requires:
         raise ConfigError(
             "the reward function requires is_truncated, and TRL does not pass whether a completion was cut off: set "
             "max_completion_length to that of the trainer"
