@@ -214,8 +214,7 @@ class RewardResult:
             ScoringError: the sample has no score, and stops the run.
         """
         if self.reward is None and not self.masked:
-            kind = UnscoredError if self.outcome is Outcome.UNSCORED else ScoringError
-            raise self.exception or kind(self.error or f"a sample is {self.outcome}; its reward manager gave no cause")
+            raise self.exception or ScoringError(self.error or f"a sample is {self.outcome} without a cause")
         returned = self.extra_info
         if self.score is None:  # dense rewards without a score are not valid
             returned = {name: value for name, value in returned.items() if name not in PART_KEYS}

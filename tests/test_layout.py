@@ -72,7 +72,6 @@ INSIDE: dict[str, set[str]] = {
     "scoring.load": {"source_hash"},
     "scoring.results": {"check_result", "OUTSIDE_THE_MAIN_THREAD"},
     "scoring.signature": {"BY_NAME", "resolve"},
-    "scoring.threads": {"DaemonThreads"},
 }
 """The names in the rooms of the core that satellites import, although they are not in the ``__all__`` of the room. It
 may only become smaller."""

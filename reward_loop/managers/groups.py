@@ -39,20 +39,20 @@ class _Batch:
     call: asyncio.Task[None] | None = None
     """The task that scores the batch, once the batch is closed. The batch owns it."""
 
-    def add(self, item: Any, waits_for: str) -> asyncio.Future[Any]:
+    def add(self, item: Any) -> asyncio.Future[Any]:
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         active = current()
         if active is not None:
-            active.batching = waits_for
+            active.batching = "the other samples of its group or batch"
         self.items[result] = (item, active)
         return result
 
-    def stop_timer(self) -> None:
+    def close(self, call: Call) -> None:
+        """Score the items, unless all have left."""
         if self.timer is not None:
             self.timer.cancel()
-
-    def start(self, call: Call) -> None:
-        self.call = asyncio.get_running_loop().create_task(self._run(call))
+        if self.items:
+            self.call = asyncio.get_running_loop().create_task(self._run(call))
 
     def cancelled(self) -> None:
         """Cancel the call if all its items are cancelled."""
@@ -64,22 +64,19 @@ class _Batch:
         try:
             # The task inherits the context of one member; `ActiveBatch` attributes its requests to all members.
             with ActiveBatch(active) if active else contextlib.nullcontext():
-                # `strict`: of another number of results, none can be assigned to its sample.
-                results = dict(zip(self.items, await call([item for item, _ in self.items.values()]), strict=True))
-        except BaseException as error:
+                results = await call([item for item, _ in self.items.values()])
+            # `strict`: of another number of results, none can be assigned to its sample.
+            for future, result in list(zip(self.items, results, strict=True)):
+                if not future.done():
+                    future.set_result(result)
+        # The samples raise the error; raised here too, asyncio would log it as never retrieved.
+        except Exception as error:
             for future in self.items:
                 if not future.done():
-                    if isinstance(error, asyncio.CancelledError):
-                        future.cancel()
-                    else:
-                        future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-            # The samples raise the error; raised here too, asyncio would log it as never retrieved.
-            return
-        for future, result in results.items():
-            if not future.done():
-                future.set_result(result)
+                    future.set_exception(error)
+        finally:
+            for future in self.items:
+                future.cancel()  # if the call was cancelled
 
 
 class Batcher:
@@ -102,7 +99,7 @@ class Batcher:
         if batch is None:
             batch = self._open[key] = _Batch()
             batch.timer = asyncio.get_running_loop().call_later(wait, self._close, key)
-        result = batch.add(item, "the other samples of its batch")
+        result = batch.add(item)
         if len(batch.items) >= size:
             self._close(key)
         try:
@@ -113,14 +110,11 @@ class Batcher:
                 if batch.call is None:
                     del batch.items[result]
                     if not batch.items:
-                        batch.stop_timer()
-                        del self._open[key]
+                        self._close(key)
                 batch.cancelled()
 
     def _close(self, key: Hashable) -> None:
-        batch = self._open.pop(key)
-        batch.stop_timer()
-        batch.start(self._call)
+        self._open.pop(key).close(self._call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +223,7 @@ class Groups:
         group.scoring -= 1
         if (earlier := group.joined.pop(member.name, None)) is not None:
             earlier[-1].cancel()  # the same sample, submitted twice: its first caller does not wait any more
-        result = group.add(item, "the other samples of its group")
+        result = group.add(item)
         group.joined[member.name] = (member.place, result)
         if (release := CALLER.get().release) is not None:
             release()
@@ -260,15 +254,10 @@ class Groups:
 
     def _close_if_complete(self, key: Hashable, group: _OpenGroup) -> None:
         if group.call is None and not group.scoring and len(group.joined.keys() | group.gone) >= group.size:
-            self._close(key, group, self._call)
-
-    def _close(self, key: Hashable, group: _OpenGroup, call: Call) -> None:
-        self._open.pop(key, None)
-        group.stop_timer()
-        in_order = sorted(group.joined.values(), key=lambda joined: joined[0])
-        group.items = {result: group.items[result] for _, result in in_order}
-        if group.items:
-            group.start(call)
+            self._open.pop(key, None)
+            in_order = sorted(group.joined.values(), key=lambda joined: joined[0])
+            group.items = {result: group.items[result] for _, result in in_order}
+            group.close(self._call)
 
     def _wait(self, key: Hashable, group: _OpenGroup) -> None:
         group.timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, key, group)
@@ -277,14 +266,12 @@ class Groups:
         if group.scoring:
             self._wait(key, group)
             return
-
         names = listing(str(active.sample.uid) for _, active in group.items.values() if active is not None)
         problem = (
             f"group {key}: only {len(group.items)} of {group.size} samples arrived within {self._timeout:g} s "
             f"(reward_loop.group.timeout): {names}"
         )
-
-        async def fail(items: list[Any]) -> list[Any]:
-            raise IncompleteGroupError(problem)
-
-        self._close(key, group, fail)
+        self._open.pop(key, None)
+        for result in group.items:
+            if not result.done():
+                result.set_exception(IncompleteGroupError(problem))

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from reward_loop._util.daemon_threads import DaemonThreads
 from reward_loop._util.text import cut, shorten
 from reward_loop.config import parse
 from reward_loop.errors import (
@@ -45,7 +46,6 @@ from reward_loop.scoring.options import ScoringOptions
 from reward_loop.scoring.results import failed_after, normalise, not_called, to_result
 from reward_loop.scoring.retry import Retry
 from reward_loop.scoring.signature import Target, resolve
-from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import RewardResult, RewardSample
 
 _NAMES = 120

@@ -306,12 +306,7 @@ def _unwrap_verl(function: Any, reward_kwargs: dict[str, Any]) -> tuple[Any, dic
 
     The wrapper accepts any arguments, so its signature is of no use. Other functions are returned unchanged.
     """
-    if (
-        isinstance(function, functools.partial)
-        and getattr(function.func, "__module__", "") == "verl.trainer.ppo.reward"
-        and function.func.__name__.startswith("_call_with_kwargs")
-        and len(function.args) == 2
-    ):
+    if getattr(getattr(function, "func", None), "__module__", "") == "verl.trainer.ppo.reward":
         raw, bound = function.args
         return raw, {**bound, **reward_kwargs}
     return function, reward_kwargs
@@ -323,20 +318,15 @@ def _parameters(function: Any, name: str) -> tuple[dict[str, Any], bool]:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise FunctionLoadError(f"the signature of {name} cannot be read ({error}): wrap it in a function") from error
-    named: dict[str, Any] = {}
-    takes_any = False
-    for parameter in signature.parameters.values():
-        has_default = parameter.default is not inspect.Parameter.empty
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_any = True
-        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            if not has_default:
-                raise FunctionLoadError(
-                    f"{name} takes {parameter.name} by position only, and reward functions are called by keyword"
-                )
-        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            named[parameter.name] = parameter.default
-    return named, takes_any
+    parameters = signature.parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise FunctionLoadError(
+                f"{name} takes {parameter.name} by position only, and reward functions are called by keyword"
+            )
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {parameter.name: parameter.default for parameter in parameters if parameter.kind in by_name}
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _is_async(function: Any) -> bool:

@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from reward_loop._util.daemon_threads import DaemonThreads
 from reward_loop._util.text import listing, shorten
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.errors import ConfigError
-from reward_loop.scoring.threads import DaemonThreads
 from reward_loop.types import Reward, RewardResult, RewardSample, missing, progress_of
 
 VALIDATE = "__validate__"

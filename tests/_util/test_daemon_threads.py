@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from reward_loop.scoring.threads import DaemonThreads
+from reward_loop._util.daemon_threads import DaemonThreads
 
 
 async def test_no_more_than_the_limit_at_a_time():
@@ -60,7 +60,7 @@ def test_one_object_serves_one_loop_after_the_other():
 def test_a_forked_copy_has_threads_of_its_own():
     code = """
 import asyncio, os
-from reward_loop.scoring.threads import DaemonThreads
+from reward_loop._util.daemon_threads import DaemonThreads
 
 threads = DaemonThreads(1)
 work = lambda: asyncio.run(threads.run(os.getpid))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+__all__ = ["DaemonThreads"]
+
 T = TypeVar("T")
 
 _IDLE_SECONDS = 10.0
