@@ -226,7 +226,12 @@ class RewardResult:
                 reward_masked=self.masked,
                 reward_error=self.error or "",
                 reward_cause=self.cause or "",
-                **{f"reward_{name}": getattr(self, name) for name in MEASURED},
+                reward_attempts=self.attempts,
+                reward_work_s=self.work_s,
+                reward_wait_s=self.wait_s,
+                reward_queue_s=self.queue_s,
+                reward_outage_s=self.outage_s,
+                reward_total_s=self.total_s,
             ),
         }
 

@@ -7,10 +7,10 @@ import contextlib
 import contextvars
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 __all__ = ["DaemonThreads"]
@@ -39,18 +39,19 @@ class DaemonThreads:
 
     def __init__(self, max_threads: int) -> None:
         self.max_threads = max_threads
-        self._pid = 0
+        self._begin()
+        _all.add(self)
 
     def _begin(self) -> None:
-        """Set the initial state: at the first call of this process, since a forked one has no copies of the threads."""
-        self._pid = os.getpid()
+        """Set the initial state. Also called in a forked child process, which has no copies of the threads."""
         self._lock = threading.Lock()
         # Used only to wait and notify. Always acquire `_lock` itself: a KeyboardInterrupt inside the condition's
         # `__enter__`, which is Python code, could leave the lock held forever.
         self._changed = threading.Condition(self._lock)
         # `_lock` guards `_queue`, `_threads`, `_idle` and `_is_adding`; only the event loop's thread uses `_submitter`.
         self._queue: deque[_Job] = deque()
-        self._threads = self._idle = 0
+        self._threads = 0
+        self._idle = 0
         self._is_adding = False
         """Whether a thread is being woken or started."""
         self._submitter: _Submitter | None = None
@@ -67,24 +68,21 @@ class DaemonThreads:
         Returns:
             The function's return value. Its exceptions propagate.
         """
-        if self._pid != os.getpid():
-            self._begin()
         loop = asyncio.get_running_loop()
         submitter = self._submitter
         if submitter is None or submitter.loop is not loop:
             # This object may outlive several loops (asyncio.run more than once).
             submitter = self._submitter = _Submitter(loop)
         future = loop.create_future() if future is None else future
-        # The context of the caller: `reward_loop.limit` and `current` look there.
-        job = _Job(partial(contextvars.copy_context().run, function), submitter, future)
+        job = _Job(function, submitter, future, contextvars.copy_context())
         if not submitter.submitted:
             loop.call_soon(self._hand_over, submitter)
         submitter.submitted.append(job)
         try:
-            return await future
+            result: T = await job.future
+            return result
         finally:
-            if not job.ended:  # without the lock: nearly all jobs have ended here
-                self._abandon(job)
+            self._leave(job)
 
     def _hand_over(self, submitter: _Submitter) -> None:
         with self._lock:
@@ -92,8 +90,11 @@ class DaemonThreads:
             submitter.submitted.clear()
         self._add_thread()
 
-    def _abandon(self, job: _Job) -> None:
+    def _leave(self, job: _Job) -> None:
         """Abandon a job that has not ended. If it is running, its thread no longer counts as part of the pool."""
+        # Without the lock: nearly all jobs have ended here.
+        if job.ended:
+            return
         with self._lock:
             if job.ended:
                 return
@@ -125,11 +126,11 @@ class DaemonThreads:
             with self._lock:
                 self._is_adding = False
                 self._threads -= 1
-                jobs: deque[_Job] = deque()
-                if not self._threads:
-                    jobs, self._queue = self._queue, jobs
+                if self._threads:
+                    return
+                jobs, self._queue = self._queue, deque()
             for job in jobs:
-                job.end(partial(job.future.set_exception, error))
+                job.fail(error)
 
     def _work(self, gate: threading.Lock) -> None:
         gate.acquire()
@@ -137,17 +138,13 @@ class DaemonThreads:
             self._is_adding = False
         while (job := self._take()) is not None:
             self._add_thread()
-            try:
-                deliver = partial(job.future.set_result, job.function())
-            # Also `SystemExit`, which would end the thread without a result.
-            except BaseException as error:
-                deliver = partial(job.future.set_exception, error)
+            job.run()
             with self._lock:
                 job.ended = True
                 if job.abandoned:
                     return
-            job.end(deliver)
-            del job, deliver  # do not keep them alive while waiting for the next one
+            job.submitter.report(job)
+            del job  # do not keep the job alive while waiting for the next one
 
     def _take(self) -> _Job | None:
         with self._lock:
@@ -166,39 +163,67 @@ class DaemonThreads:
                     return None
 
 
+_all: weakref.WeakSet[DaemonThreads] = weakref.WeakSet()
+
+
+def _begin_all() -> None:
+    for threads in list(_all):
+        threads._begin()
+
+
+os.register_at_fork(after_in_child=_begin_all)
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class _Job:
     function: Callable[[], Any]
     submitter: _Submitter
     future: asyncio.Future[Any]
+    context: contextvars.Context
+    """Of the caller: `reward_loop.limit` and `current` look there."""
+    result: Any = None
+    error: BaseException | None = None
     has_started: bool = False
     ended: bool = False
     abandoned: bool = False
 
-    def end(self, deliver: Callable[[], None]) -> None:
-        """Have the loop set the outcome on the future. One wake-up of the loop delivers all jobs ended by then."""
-        self.ended = True
-        submitter = self.submitter
-        submitter.ended.append((self.future, deliver))
-        if not submitter.is_woken:
-            submitter.is_woken = True
-            # The loop may be closed when a hung function returns.
-            with contextlib.suppress(RuntimeError):
-                submitter.loop.call_soon_threadsafe(submitter.deliver)
+    def fail(self, error: BaseException) -> None:
+        self.error, self.ended = error, True
+        self.submitter.report(self)
+
+    def run(self) -> None:
+        try:
+            self.result = self.context.run(self.function)
+        # Also `SystemExit`, which would end the thread without a result.
+        except BaseException as error:
+            self.error = error
 
 
 class _Submitter:
-    """The event loop that submits jobs, with its newly submitted ones, and the outcomes of ended ones to deliver."""
+    """The event loop that submits jobs, with its newly submitted ones, and its ended ones to report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.submitted: list[_Job] = []
-        self.ended: deque[tuple[asyncio.Future[Any], Callable[[], None]]] = deque()
-        self.is_woken = False
+        self._ended: deque[_Job] = deque()
+        self._wake_up_scheduled = False
 
-    def deliver(self) -> None:
-        self.is_woken = False  # first: a job that ends after the last look schedules another
-        while self.ended:
-            future, deliver = self.ended.popleft()
-            if not future.done():
-                deliver()
+    def report(self, job: _Job) -> None:
+        """Report an ended job, from the job's thread. One wake-up of the loop delivers all jobs ended by then."""
+        self._ended.append(job)
+        if not self._wake_up_scheduled:
+            self._wake_up_scheduled = True
+            # The loop may be closed when a hung function returns.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        self._wake_up_scheduled = False  # first: a job that ends after the last look schedules another
+        while self._ended:
+            job = self._ended.popleft()
+            if job.future.done():
+                continue
+            if job.error is None:
+                job.future.set_result(job.result)
+            else:
+                job.future.set_exception(job.error)

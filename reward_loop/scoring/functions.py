@@ -148,11 +148,11 @@ class UserFunction:
         context = {"reward_router_address": router_address, "reward_model_tokenizer": tokenizer}
         # Of all attempts: a retry keeps its place in the queues of limits.
         order = (float(samples[0].global_steps or 0), time.time())
-        attempt = functools.partial(self._attempt, samples, context, order)
-        outcome = await attempt(1)
+        outcome = await self._attempt(samples, context, order, 1)
         if outcome.exception is not None:
+            again = functools.partial(self._attempt, samples, context, order)
             outages = self.limits.outages if self.limits.outages.timeout_s else None
-            outcome = await self._retry.again(outcome, attempt, started, outages, self.name)
+            outcome = await self._retry.again(outcome, again, started, outages, self.name)
         elif self.limits.outages.open and outcome.error is None:
             self.limits.outages.answered(JudgeAddress("", function=self.name))
         return outcome
@@ -169,7 +169,6 @@ class UserFunction:
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, order, attempt)
-        permitted = time.monotonic()
         outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
         outcome: CallOutcome | None = None
         # Until the function has ended: after its deadline or a cancellation, its thread may run on.
@@ -177,7 +176,7 @@ class UserFunction:
         try:
             if self.limits.max_waits:
                 await call.enter(self._limits_of_call)
-                permitted = time.monotonic()
+            permitted = time.monotonic()
             current_call.set(call)
             if not self.is_async:
                 outcome = await self._call_sync(call, arguments)
@@ -205,7 +204,7 @@ class UserFunction:
             outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
         outcome.wait_s = call.waited
         inside = outcome.wait_s and call.waited_inside
-        if call.started is not None and not self.is_async:
+        if not self.is_async and call.started is not None:
             outcome.queue_s = max(0.0, call.started - permitted)
         if inside and not isinstance(outcome.error, RewardTimeoutError):  # its `seconds` are the deadline
             outcome.work_s = max(0.0, outcome.work_s - inside)

@@ -144,12 +144,12 @@ class Target:
             attempt: the number of the call.
         """
         given = own_copy(dict(self.reward_kwargs), objects=False) if self.reward_kwargs else {}
-        rows = [self._row(sample) for sample in samples]
         if self.lists is None:
             if self.takes_any and samples[0].kwargs:
                 given = own_copy(dict(samples[0].kwargs), objects=False) | given
-            given |= rows[0]
+            given |= self._row(samples[0])
         else:
+            rows = [self._row(sample) for sample in samples]
             for plural, name in self.lists.items():
                 if any(name in row for row in rows):
                     given[plural] = [row.get(name) for row in rows]
