@@ -84,26 +84,6 @@ async def test_results_of_tools_and_interactions_reach_the_function():
     assert reward["reward_extra_info"]["turn_level_scores"] == [0.5, 1.0]
 
 
-async def test_of_several_rows_the_last_counts():
-    data = batch(
-        [[1, 1], [2, 3]],
-        [[1, 1, 1], [1, 1, 0]],
-        data_source=["x", "y"],
-        reward_model=[{"ground_truth": "aa"}, {"ground_truth": "b"}],
-        index=[7, 8],
-    )
-    sample = await manager().to_sample(data)
-    assert (sample.solution_str, sample.data_source, sample.ground_truth, sample.uid) == ("b", "y", "b", "8")
-
-
-async def test_a_single_item():
-    data = SimpleNamespace(
-        batch={"responses": np.array([1, 2]), "attention_mask": np.array([1, 1, 1])},
-        non_tensor_batch={"data_source": "math", "reward_model": {"ground_truth": "ab"}},
-    )
-    assert (await manager().run_single(data))["reward_score"] == 1.0
-
-
 @pytest.mark.parametrize("value", [math.nan, np.float64("nan"), np.datetime64("NaT"), [None], np.array([np.nan])])
 async def test_a_reference_or_a_source_that_is_missing_is_never_a_text(value):
     """An answer "nan" must not be right, and no function may choose by the source "None"."""
@@ -122,11 +102,6 @@ async def test_a_reference_or_a_source_that_is_missing_is_never_a_text(value):
     for columns in ({"reward_model": value}, {"extra_info": value}, {"tool_extra_fields": value}):
         info = (await manager(takes).run_single(one_row(**columns)))["reward_extra_info"]
         assert info["reward_outcome"] == "unscored"
-
-
-async def test_an_empty_response_is_a_sample():
-    data = batch([[0, 0]], [[1, 0, 0]], data_source=["m"], reward_model=[{"ground_truth": ""}])
-    assert (await manager().to_sample(data)).solution_str == ""
 
 
 async def test_a_sample_stays_as_it_is():
@@ -162,14 +137,6 @@ async def test_a_dataproto_needs_a_tokenizer():
 async def test_score_needs_a_function():
     with pytest.raises(ConfigError, match="has no compute_score"):
         await NaiveRewardLoopManager().score(RewardSample("x"))
-
-
-async def test_address_and_tokenizer_reach_the_function():
-    def function(reward_router_address, reward_model_tokenizer):
-        return {"score": 1, "got": (reward_router_address, reward_model_tokenizer)}
-
-    reward = await manager(function, reward_router_address="h:1", reward_model_tokenizer="t").run_single(one_row())
-    assert reward["reward_extra_info"]["got"] == ("h:1", "t")
 
 
 def fails(solution_str):
@@ -415,12 +382,6 @@ async def test_a_row_of_verl_gives_the_arguments_that_a_function_asks_for():
     # A rollout for a later step, in verl's own reward loop: neither validation nor the run's length is known.
     unknown = await asked_of(one_row(**columns), {"trainer": {"v1": {"trainer_mode": "separate_async"}}})
     assert unknown == (chat, [1, 2, 3, 0], 4, 0, 3, 0, 0)
-
-
-async def test_rows_without_a_required_argument_fail_and_say_what_is_missing():
-    reward = await manager(lambda validate: 1.0).run_single(one_row())
-    assert reward["reward_extra_info"]["reward_outcome"] == "failed"
-    assert "it has no `validate`, which" in reward["reward_extra_info"]["reward_error"]
 
 
 async def test_special_tokens_are_kept_by_an_option():

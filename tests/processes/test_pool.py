@@ -26,7 +26,6 @@ from reward_loop import (
     load_function,
 )
 from reward_loop._util.process import children
-from reward_loop._util.transient import is_refusal
 from reward_loop.processes import pool
 from reward_loop.processes.outcome import RemoteError
 from tests.processes.draws import draws
@@ -558,18 +557,6 @@ async def test_an_exception_is_retried_in_processes_as_in_threads(tmp_path, isol
     scoring.close()
     assert (len(path.read_text().split()), result.attempts) == (attempts, attempts)
     assert f"in {does}" in result.error
-
-
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_retry_after_of_an_exception_that_cannot_be_unpickled_is_obeyed(tmp_path, isolation):
-    # The second attempt would begin 100 s later, which max_seconds does not allow.
-    retry = {"max_attempts": 2, "initial_wait": 0.01, "max_seconds": 50}
-    scoring = ScoringFunction(act, options=RewardLoopConfig(isolation=isolation, max_processes=1, retry=retry))
-    result = await scoring(sample("raises_status", path=str(tmp_path / "calls"), status=429, retry_after=100))
-    scoring.close()
-    assert result.attempts == 1
-    assert result.exception.retry_after == 100
-    assert is_refusal(result.exception.__cause__)
 
 
 async def test_errors_have_the_fields_of_their_message(one):

@@ -17,7 +17,6 @@ from reward_loop import (
     InvalidScoreError,
     NaiveRewardLoopManager,
     Outcome,
-    RewardCrashedError,
     RewardFunctionError,
     RewardLoopConfig,
     RewardSample,
@@ -186,13 +185,6 @@ class Quits:
 def test_functions_that_cannot_be_called_are_refused_at_once(function, kwargs, message):
     with pytest.raises(FunctionLoadError, match=message):
         ScoringFunction(function, reward_kwargs=kwargs)
-
-
-def test_requires_names_the_fields_without_a_default():
-    def function(solution_str, ground_truth, extra_info=None):
-        return 0
-
-    assert ScoringFunction(function).requires == {"solution_str", "ground_truth"}
 
 
 def parse_answer(text):
@@ -417,34 +409,6 @@ async def test_post_process_scores_that_goes_wrong(process, error, message):
     judge.post_process_scores = process
     with pytest.raises(error, match=message):
         await ScoringFunction(judge).post_process_scores([1.0, 2.0])
-
-
-async def test_post_process_scores_without_a_free_thread_fails_its_group_only(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    judge = SyncJudge()
-    judge.post_process_scores = list
-    function = ScoringFunction(judge)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RewardCrashedError, match="could not be started: RuntimeError: can't start new thread"):
-        await function.post_process_scores([1.0, 2.0])
-
-
-async def test_timeouts_and_task_groups_of_the_function():
-    async def compute_score(solution_str):
-        try:
-            async with asyncio.timeout(0.01):
-                await asyncio.Event().wait()
-        except TimeoutError:
-            pass
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(asyncio.sleep(0, 2.0))
-        return task.result()
-
-    function = ScoringFunction(compute_score)
-    results = await asyncio.gather(*(function(RewardSample("")) for _ in range(3)))
-    assert [result.score for result in results] == [2.0] * 3
 
 
 @pytest.mark.processes
