@@ -101,6 +101,10 @@ AGAIN = Probe(
     "its verdict is partly chance, or FUNCTION is not that of the run: set its temperature to 0, or let it vote",
 )
 REFERENCE = Probe("reference judge", "read answers on which the two differ, and find out which of them is right")
+ORDER = Probe(
+    "order of two answers",
+    "the place of an answer decides: ask in both orders and take the mean, as examples/judges/pairwise.py does",
+)
 LABELS = Probe("labelled answers", "it is wrong where the right verdict is known: change its prompt or its model")
 PROBES = (
     AGAIN,
@@ -232,6 +236,8 @@ class Audit:
     """The reference judge."""
     takes_reference: bool
     """Whether the function gets the ground truth."""
+    other: str | None
+    """The key of ``extra_info`` with the answer that the function compares with."""
     results: list[tuple[Probe, int, str, RewardResult]] = field(default_factory=list)
     """For each answer: its probe, the index of its row, its text and its result."""
 
@@ -242,6 +248,9 @@ class Audit:
             yield AGAIN, index, sample
             if self.reference is not None:
                 yield REFERENCE, index, sample
+            if self.other is not None and isinstance(sample.extra_info.get(self.other), str):
+                changed = {**sample.extra_info, self.other: sample.solution_str}
+                yield ORDER, index, replace(sample, solution_str=sample.extra_info[self.other], extra_info=changed)
             has_reference = self.takes_reference and sample.ground_truth is not None
             for probe in PROBES:
                 if (has_reference or not probe.needs_reference) and (
@@ -272,7 +281,8 @@ class Audit:
 
     def findings(self, fail_above: float) -> list[ProbeResult]:
         """Return what was found; a share above ``fail_above`` is a problem."""
-        probes = [*PROBES, *([REFERENCE] if self.reference else []), *([LABELS] if self.labels else [])]
+        asked = {REFERENCE: self.reference, ORDER: self.other, LABELS: self.labels}
+        probes = [*PROBES, *(probe for probe in asked if asked[probe])]
         found = {probe.name: ProbeResult(probe.name) for probe in probes}
         for probe, text, result, is_wrong in self._verdicts():
             one = found[probe.name]
@@ -299,8 +309,14 @@ class Audit:
             level = of_reference if probe is REFERENCE else self.accept
             # No score where there was one is another verdict, too.
             accepted = None if result.score is None else result.score >= level
-            is_same = probe in (AGAIN, REFERENCE)
-            yield probe, text, result, accepted != (self.scores[index] >= self.accept) if is_same else accepted is True
+            recorded = self.scores[index]
+            if probe is ORDER:  # both answers better than the other, or both worse; a tie is neither
+                is_wrong = result.score is not None and (result.score - level) * (recorded - level) > 0
+            elif probe in (AGAIN, REFERENCE):
+                is_wrong = accepted != (recorded >= self.accept)
+            else:
+                is_wrong = accepted is True
+            yield probe, text, result, is_wrong
             if probe is AGAIN and self.labels and (label := self.labels[index]) is not None:
                 yield LABELS, text, result, accepted != (label >= of_labels)
 
@@ -336,6 +352,12 @@ def audit(
     label: Annotated[
         str | None,
         typer.Option(metavar="FIELD", help="The field with known verdicts, e.g. [cyan]extra_info.label[/]: numbers."),
+    ] = None,
+    other: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="The key of extra_info with the answer that FUNCTION compares with: exchange the two."
+        ),
     ] = None,
     reference_judge: Annotated[
         str | None, typer.Option(metavar="FUNCTION", help="A function to compare the recorded scores with.")
@@ -401,6 +423,8 @@ def audit(
         labels = [finite_number(look_up(row.columns, label)) for row, _ in pairs] if label is not None else []
         if label is not None and not any(one is not None for one in labels):
             raise ConfigError(f"--label {label}: no row has a number there. Fields: {listing(pairs[0][0].columns)}")
+        if other is not None and not any(isinstance(sample.extra_info.get(other), str) for _, sample in pairs):
+            raise ConfigError(f"--other {other}: no row has a text there. Keys: {listing(pairs[0][1].extra_info)}")
         level = middle([recorded.low, recorded.high], math.nan) if accept is None else accept
         if math.isnan(level):
             raise ConfigError(f"all recorded scores are {recorded.low:g}: name the lowest accepted one by --accept")
@@ -408,7 +432,7 @@ def audit(
         if router_address is None and address is not None and "reward_router_address" in target.passes:
             err.print(escape(f"The judge's address in the records is {address}: another one by --router-address."))
         samples, scores = [sample for _, sample in pairs], [float(row.columns["score"]) for row, _ in pairs]
-        made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes)
+        made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes, other)
         with contextlib.chdir("."):
             run(made.run(ScoringProgress(err).completed))
         found = made.findings(fail_above)

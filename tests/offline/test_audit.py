@@ -67,6 +67,13 @@ def raises_on_empty(solution_str, ground_truth):
 def style(solution_str):
     return float(len(solution_str) > 30)
 
+def prefers_the_first(solution_str, extra_info):
+    return 1.0
+
+def prefers_the_longer(solution_str, extra_info):
+    mine, other = len(solution_str), len(extra_info["other"])
+    return 0.5 if mine == other else float(mine > other)
+
 def of_lists(solution_strs, ground_truths):
     return [right(*pair) for pair in zip(solution_strs, ground_truths)]
 """
@@ -80,6 +87,17 @@ async def compute_score(solution_str, ground_truth, reward_router_address):
 """
 REFERENCE_PROBES = {"reference of another row", "answer exchanged", "answer negated"}
 
+WEAKNESSES = {
+    "sound": set(),
+    "graded": set(),
+    "accepts_empty": {"empty answer"},
+    "accepts_master_keys": {"master key"},
+    "obeys": {"instruction to the judge"},
+    "ignores_the_reference": REFERENCE_PROBES | {"instruction to the judge"},  # one of them has a number
+    "reads_the_last_number": {"answer negated"},
+}
+PAGE = Path(__file__).parents[2] / "docs" / "files.md"
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -90,7 +108,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for i in range(ROWS):
         text = f"{i} and 20 make a sum. The answer is {i + 20 + (i % 2)}." if i % 4 else "I do not know, I am afraid."
         label = bool(i % 4 and i % 2 == 0)
-        rows.append({"solution_str": text, "ground_truth": str(i + 20), "extra_info": {"label": label}})
+        rows.append(
+            {
+                "solution_str": text,
+                "ground_truth": str(i + 20),
+                "extra_info": {"label": label, "other": "The answer is 7." * (i % 6)},
+            }
+        )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -123,18 +147,7 @@ def probe(found: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(one)
 
 
-@pytest.mark.parametrize(
-    ("judge", "weaknesses"),
-    [
-        ("sound", set()),
-        ("graded", set()),
-        ("accepts_empty", {"empty answer"}),
-        ("accepts_master_keys", {"master key"}),
-        ("obeys", {"instruction to the judge"}),
-        ("ignores_the_reference", REFERENCE_PROBES | {"instruction to the judge"}),  # one of them has a number
-        ("reads_the_last_number", {"answer negated"}),
-    ],
-)
+@pytest.mark.parametrize(("judge", "weaknesses"), WEAKNESSES.items())
 def test_each_weakness_is_found_and_a_sound_judge_has_none(judge: str, weaknesses: set[str]) -> None:
     records(judge)
     found = audit(judge, code=1 if weaknesses else 0)
@@ -144,6 +157,14 @@ def test_each_weakness_is_found_and_a_sound_judge_has_none(judge: str, weaknesse
         low, high = one["interval"]
         assert 0 <= low <= one["share"] <= high <= 1
         assert bool(one["advice"]) == one["is_problem"]
+
+
+def test_the_page_lists_what_is_found() -> None:
+    _, _, rest = PAGE.read_text().partition("<!-- begin weaknesses -->")
+    lines = [line.strip("| ").split(" | ") for line in rest.partition("<!-- end")[0].strip().splitlines()[2:]]
+    listed = {judge: set(found.split(", ")) - {"nothing"} for judge, found in lines}
+    chance = {"chance": {"same answer again"}, "prefers_the_first": {"order of two answers"}}
+    assert listed == {judge.replace("_", " "): found for judge, found in (WEAKNESSES | chance).items()}
 
 
 def test_random_scores_are_found_by_asking_again() -> None:
@@ -178,6 +199,15 @@ def test_a_reference_judge_may_have_another_scale() -> None:
     assert (alike["answers"], alike["wrong"]) == (ROWS, 0)
     found = audit("sound", "--reference-judge", "judges.py:harsh", code=1)
     assert problems(found) == {"reference judge"}
+
+
+def test_two_answers_are_compared_in_both_orders() -> None:
+    records("prefers_the_longer")
+    fine = probe(audit("prefers_the_longer", "--other", "other", code=1), "order of two answers")
+    assert (fine["answers"], fine["wrong"], fine["is_problem"]) == (ROWS, 0, False)
+    biased = probe(audit("prefers_the_first", "--other", "other", code=1), "order of two answers")
+    assert biased["is_problem"]
+    assert "examples/judges/pairwise.py" in biased["advice"]
 
 
 def test_labels_are_compared_with_the_function() -> None:
@@ -225,6 +255,7 @@ MISTAKES = [
     (["nowhere", "judges.py:sound"], 2, "nowhere is not a folder of records"),
     (["records", "judges.py:soun"], 2, "soun"),
     (["records", "judges.py:sound", "--label", "extra_info.lable"], 2, "no row has a number there"),
+    (["records", "judges.py:sound", "--other", "label"], 2, "no row has a text there"),
     (["records", "served.py:compute_score"], 2, "--router-address: served.py:compute_score needs it"),
     (["records", "judges.py:of_lists", "--manager", "group"], 2, "scores groups"),
     (["records", "judges.py:fails", "-O", "retry.max_attempts=1"], 1, "calls failed"),
