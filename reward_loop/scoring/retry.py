@@ -18,7 +18,7 @@ The judge cannot be reached                    the function, after the outage   
 504, or its page, again and again
 Another transient error of the function: of    the function                         ``retry.max_attempts`` calls within
 its own client, `TransientError`                                                    ``retry.max_seconds``
-A reward worker died                           verl/reward_client.py: the sample    ``MAX_TASK_RETRIES``
+A reward worker died                           verl/reward_workers.py: the sample   ``MAX_TASK_RETRIES``
 ============================================== ==================================== ===================================
 
 What one place has repeated as often as allowed, no other repeats: such a `RequestError` is ``final``. Also final is an

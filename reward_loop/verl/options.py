@@ -27,7 +27,7 @@ from reward_loop.managers import get as get_manager
 from reward_loop.managers.registry import OPTIONS, is_known
 from reward_loop.scoring import load_function
 from reward_loop.verl.installed import verls_defaults
-from reward_loop.verl.run.reward_model import read_reward_model
+from reward_loop.verl.run.reward_model import OWN_GPUS, read_reward_model
 from reward_loop.verl.samples import options_of
 
 logger = logging.getLogger(__name__)
@@ -318,17 +318,16 @@ def read(config: DictConfig) -> RewardSettings:
         function = FunctionName(custom.path, name, None if kwargs is None else OmegaConf.to_container(kwargs))
     manager = ManagerName(reward.reward_manager.name, reward.reward_manager.source, reward.reward_manager.module.path)
     mode = read_mode(config)
-    if mode.pipeline is not None:
-        _check_pipeline(config)
     settings = RewardSettings(
         config=config,
         options=options_of(config),
         manager=manager,
         function=function,
         num_workers=reward.num_workers,
-        model=read_reward_model(config, mode),
+        model=read_reward_model(config),
         mode=mode,
     )
+    _check_mode(config, mode, settings.model)
     if settings.model is not None and settings.options.models:
         raise ConfigError(
             "reward_loop.models: the run serves its models, so set max_concurrent and timeout in reward_model.server "
@@ -438,12 +437,22 @@ def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, 
     )
 
 
-def _check_pipeline(config: DictConfig) -> None:
-    sampler = config.trainer.v1.sampler.get("custom_sampler") or {}
-    rejected = {
-        "skip.rollout_tq.enable=True": (OmegaConf.select(config, "skip.rollout_tq.enable"), "set it to False"),
-        f"trainer.v1.sampler.custom_sampler.path={sampler.get('path')}": (sampler.get("path"), "leave it out"),
-    }
-    for what, (given, fix) in rejected.items():
+def _check_mode(config: DictConfig, mode: ModeOptions, model: RewardModelConfig | None) -> None:
+    """Reject what does not work in a mode, or needs rewards or GPUs while a model on the trainer's GPUs has neither."""
+    fixes = {"skip.rollout_tq.enable": "set it to False", "trainer.v1.sampler.custom_sampler.path": "leave it out"}
+    for option, fix in fixes.items():
+        if mode.pipeline is not None and (value := OmegaConf.select(config, option)):
+            raise ConfigError(f"{option}={value} does not work with trainer.v1.trainer_mode={PIPELINE_MODE}: {fix}")
+    if model is None or model.placement != "colocated":
+        return
+    filters, off_policy = "algorithm.filter_groups.enable", f"trainer.v1.{mode.name}.one_step_off_policy"
+    for option, given, why in (
+        ("trainer.v1.trainer_mode", mode.name == "separate_async", "the rollout never sleeps"),
+        (off_policy, OmegaConf.select(config, off_policy), "the next rollout would run while the model is awake"),
+        (filters, OmegaConf.select(config, filters), "groups are filtered while the rollout is awake"),
+    ):
         if given:
-            raise ConfigError(f"trainer.v1.trainer_mode={PIPELINE_MODE} does not work with {what}: {fix}")
+            raise ConfigError(
+                f"{option}={OmegaConf.select(config, option)} does not work with a reward model on the trainer's GPUs: "
+                f"{why}. Change it, or {OWN_GPUS}"
+            )

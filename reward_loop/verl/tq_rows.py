@@ -179,16 +179,6 @@ def _all_tags(partition_id: str) -> dict[str, dict]:
     return (tq.kv_list(partition_id) or {}).get(partition_id, {})
 
 
-def unfinished_prompts() -> dict[str, set[str]]:
-    """Return the uids of the prompts that lack a rollout or a reward, by partition."""
-    return {
-        partition: {
-            key for key, tag in items.items() if tag.get("is_prompt") and tag["status"] in ("pending", "running")
-        }
-        for partition, items in (tq.kv_list() or {}).items()
-    }
-
-
 INFO = "reward_extra_info"
 """Key of a trajectory's ``extra_fields``: the extra info of its reward."""
 

@@ -40,13 +40,3 @@ class Hangs(Length):
 class NotANumber(Length):
     async def run_single(self, data: Any) -> dict:
         return {"reward_score": float("nan"), "reward_extra_info": {}}
-
-
-class InfiniteParts(Length):
-    async def run_single(self, data: Any) -> dict:
-        return {"reward_score": 1.0, "reward_extra_info": {"token_level_scores": [float("inf")]}}
-
-
-class Rewards(Length):
-    async def run_single(self, data: Any) -> dict[str, Any]:
-        return {"reward_score": 1.0, "reward_extra_info": {"score": 1.0, "reward": 2.0, "right": True}}

@@ -25,7 +25,7 @@ from reward_loop.verl import tq_rows
 from reward_loop.verl.samples import TURNS
 from reward_loop.verl.workers import agent_loop
 from reward_loop.verl.workers.agent_loop import RewardAgentLoopWorker
-from reward_loop.verl.workers.reward_client import RewardClient
+from reward_loop.verl.workers.reward_workers import RewardClient
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -129,6 +129,8 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             await asyncio.sleep(0)  # as if it closed a connection
             self.judged.append(kwargs["session_id"])
 
+    async def no_count(error: str, cause: str) -> None: ...
+
     verl = AgentLoopWorkerTQ.__ray_actor_class__
     for name, method in (
         ("__init__", init),
@@ -141,7 +143,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     rollout = {"n": 2, "val_kwargs": {"n": 1}}
     recorded = {"log_dir": str(tmp_path) if getattr(request, "param", True) else None}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "reward_loop": recorded})
-    made: Any = RewardAgentLoopWorker(config, ["the client"])
+    made: Any = RewardAgentLoopWorker(config, [SimpleNamespace(by_group=False, count_failure=no_count)])
     made.fails, made.own_score, made.outputs = {}, None, 1
     made.sent, made.judged, made.n, made.loop = [], [], 2, None
     made.mask, made.first_score, made.own_info = [1], None, None
@@ -252,26 +254,19 @@ async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(worker: A
     assert list(queue.tags) == [UID], "a prompt without a trajectory is never generated"
 
 
-@pytest.mark.parametrize(("score", "handles"), [(1.0, ["the client"]), (None, None)])
+@pytest.mark.parametrize(("score", "judged"), [(1.0, True), (None, False)])
 async def test_a_session_is_not_judged_twice_or_without_reward_workers(
-    worker: Any, queue: Queue, score: Any, handles: Any
+    worker: Any, queue: Queue, score: Any, judged: bool
 ) -> None:
     """The agent loop has set a score; or the trainer sends the whole batch to the reward workers."""
-    worker.own_score, worker.reward_loop_worker_handles = score, handles
+    worker.own_score = score
+    if not judged:
+        worker.reward_loop_worker_handles = None
     await run(worker)
     assert worker.sent == []
     assert queue.tags["q_1_0"]["generated"]
     assert [row.get("rm_scores") for row in queue.fields.values()] == [score] * 2
     assert [(event["scoring"], event["scored"]) for event in await events(worker)] == [(None, None)] * 2
-
-
-async def test_a_session_has_its_times_in_their_order(worker: Any) -> None:
-    await run(worker)
-    for number, event in enumerate(sorted(await events(worker), key=lambda event: event["uid"])):
-        named = [event[name] for name in ("kind", "uid", "group", "step", "validate")]
-        assert named == ["rollout", f"q_{number}", "q", 3, False]
-        assert event["start"] <= event["end"] <= event["scoring"] <= event["scored"]
-        assert event["error"] is None
 
 
 @pytest.mark.parametrize("worker", [True, False], indirect=True)
@@ -287,31 +282,24 @@ async def test_samples_of_a_validation_are_marked_for_the_reward_workers(worker:
 
 @pytest.mark.parametrize(
     ("fails", "error", "known"),
-    [("generation", "KeyError: 'tool'", []), ("judging", "RuntimeError: no judge", ["scoring"])],
+    [
+        ("generation", "KeyError: 'tool'", []),
+        ("judging", "RuntimeError: no judge", ["scoring"]),
+        ("nothing", None, ["scoring", "scored"]),
+    ],
 )
-async def test_a_session_that_fails_has_its_error_and_the_times_so_far(
-    worker: Any, fails: str, error: str, known: list[str]
+async def test_a_session_has_its_times_and_its_error(
+    worker: Any, fails: str, error: str | None, known: list[str]
 ) -> None:
     worker.fails = {0: fails}
     await run(worker)
     event = next(event for event in await events(worker) if event["uid"] == "q_0")
-    assert event["error"] == error
+    named = [event[name] for name in ("kind", "group", "step", "validate", "error")]
+    assert named == ["rollout", "q", 3, False, error]
+    times = [event[name] for name in ("start", "end", *known)]
+    assert times == sorted(times)
     assert [name for name in ("scoring", "scored") if event[name] is not None] == known
     assert event["end"] >= event["start"]
-
-
-async def test_a_prompt_that_is_generated_twice_at_the_same_time_is_recorded_twice(worker: Any) -> None:
-    """A prompt that was sent again may still be generated for the first time."""
-    await asyncio.gather(run(worker), run(worker))
-    assert [event["scored"] is not None for event in await events(worker)] == [True] * 4
-
-
-async def test_a_response_that_is_postprocessed_outside_of_a_session_keeps_its_reward(worker: Any) -> None:
-    worker.reward = asyncio.get_running_loop().create_future()
-    worker.reward.set_result(1.0)
-    output = make_output([1])
-    await worker._agent_loop_postprocess([output], False, uid=UID, session_id=0)
-    assert output.reward_score == 1.0
 
 
 class Client:
@@ -326,7 +314,7 @@ class Client:
     async def stop_run(self, why: str) -> None:
         self.stopped.append(why)
 
-    def prompt(self, uid: str, size: int) -> contextlib.AbstractContextManager[None]:
+    def prompt(self, uid: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     async def score(self, sample: RewardSample) -> Reward:

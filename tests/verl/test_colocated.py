@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from reward_loop.config import RewardModelConfig
 from reward_loop.errors import ServerError
 from reward_loop.router.config import BackendConfig
 from reward_loop.testing import FakeJudge
-from reward_loop.verl.run import colocated
+from reward_loop.verl.run import services
 from tests.verl.checks import signature, texts
 from tests.verl.configs import settled
 from tests.verl.runs import Run, agent_loop, train
@@ -87,10 +87,11 @@ def models(monkeypatch: pytest.MonkeyPatch, address: str, *, fails: str = "") ->
         events.append(f"{what}: the router has {servers(router)}")
 
     replicas = SimpleNamespace(server_addresses=[address], wake_up=lambda: do("wake up"), sleep=lambda: do("sleep"))
-    monkeypatch.setattr(colocated, "_Replicas", lambda options, pool: replicas)
-    monkeypatch.setattr(colocated, "reachable", lambda model: (model, []))  # Ray is not running
+    monkeypatch.setattr(services, "_Replicas", lambda options, pool: replicas)
+    monkeypatch.setattr(services, "reachable", lambda model: (model, []))  # Ray is not running
     served = RewardModelConfig(engine="transformers", model_path="model", kind="generative", placement="colocated")
-    with colocated.ColocatedRewardModel(settled(), served) as model:
+    with ExitStack() as stack:
+        model = services.ColocatedRewardModel(settled(), served, stack)
         router = model.start(pool=None)
         yield model, events, router
 

@@ -142,8 +142,7 @@ def test_the_same_command_generates_again_what_lacked_a_score_and_keeps_the_rest
 
 def test_a_killed_agent_loop_worker_ends_the_run_with_its_cause(ended: Part) -> None:
     assert sorted(ended.steps) == [3]
-    (message,) = set(re.findall(r"agent loop worker 0 died with (\d+) unfinished prompts", ended.run.output))
-    assert int(message) >= 2, "the two prompts whose rollouts were open"
+    assert "agent loop worker 0 died: does the agent loop" in ended.run.output
     assert "Run the same command again: it resumes from the last checkpoint" in ended.run.output
 
 

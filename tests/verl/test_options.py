@@ -63,28 +63,20 @@ def test_the_yaml_file_has_all_options_so_that_the_command_line_accepts_them() -
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "value"),
+    ("override", "key", "value"),
     [
         ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
         ("reward_model.num_workers=3", "reward.num_workers", 3),
         ("custom_reward_function.path=f.py", "reward.custom_reward_function.path", "f.py"),
         ("custom_reward_function.name=judge", "reward.custom_reward_function.name", "judge"),
-        (
-            "custom_reward_function.path=f.py +custom_reward_function.reward_kwargs.x=1",
-            "reward.custom_reward_function.reward_kwargs.x",
-            1,
-        ),
-        (
-            "reward_model.reward_manager=dapo +reward_model.reward_kwargs.max_resp_len=9",
-            "reward.reward_kwargs.max_resp_len",
-            9,
-        ),
+        ("+custom_reward_function.reward_kwargs.x=1", "reward.custom_reward_function.reward_kwargs.x", 1),
+        ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs.max_resp_len", 9),
         ("reward_model.rollout.name=transformers", "reward.reward_model.rollout.name", "transformers"),
         ("sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "http://x"),
     ],
 )
-def test_the_keys_that_users_write_take_effect(overrides: str, key: str, value: object) -> None:
-    assert OmegaConf.select(settled(*overrides.split()), key) == value
+def test_the_keys_that_users_write_take_effect(override: str, key: str, value: object) -> None:
+    assert OmegaConf.select(settled(override), key) == value
 
 
 def test_a_ready_judge_is_named_by_its_short_name() -> None:
@@ -118,34 +110,22 @@ def test_a_module_path_alone_means_importlib() -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        ("reward_model.reward_manager=dapo reward.reward_manager.name=gdpo", "manager=dapo contradicts .*name=gdpo"),
+        ("reward_model.use_reward_loop=False", "reward_model.use_reward_loop=False.*leave out both"),
+        ("+reward_loop.on_fail=mask", "reward_loop.on_fail.*did you mean 'on_failed'"),
+        ("algorithm.adv_estimator=gdpo", "only the sum of a sample's rewards"),
         (
-            ["reward_model.reward_manager=dapo", "reward.reward_manager.name=gdpo"],
-            ["reward_model.reward_manager=dapo", "reward.reward_manager.name=gdpo"],
+            "reward_model.reward_manager=rate_limited +reward.max_rpm=5 +reward_loop.limits.default.max_concurrent=2",
+            "reward.max_rpm contradicts reward_loop.limits.default",
         ),
-        (
-            ["reward_model.use_reward_loop=False"],
-            ["reward_model.use_reward_loop=False", "leave out both"],
-        ),
-        (["+reward_loop.on_fail=mask"], ["reward_loop.on_fail", "did you mean 'on_failed'"]),
-        (["algorithm.adv_estimator=gdpo"], ["only the sum of a sample's rewards"]),
-        (
-            [
-                "reward_model.reward_manager=rate_limited",
-                "+reward.max_rpm=5",
-                "+reward_loop.limits.default.max_concurrent=2",
-            ],
-            ["reward.max_rpm contradicts reward_loop.limits.default"],
-        ),
-        (["reward_model.use_reward_loop=maybe"], ["reward_model.use_reward_loop=maybe"]),
-        (["reward_model.num_workers=0"], ["reward.num_workers=0"]),
-        (["trainer.use_v1=False"], ["trainer.use_v1=False"]),
+        ("reward_model.use_reward_loop=maybe", "reward_model.use_reward_loop=maybe"),
+        ("reward_model.num_workers=0", "reward.num_workers=0"),
+        ("trainer.use_v1=False", "trainer.use_v1=False"),
     ],
 )
-def test_wrong_options_are_errors_that_name_them(overrides: list[str], named: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        settled(*overrides)
-    for name in named:
-        assert name in str(caught.value)
+def test_wrong_options_are_errors_that_name_them(overrides: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        settled(*overrides.split())
 
 
 def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
@@ -200,12 +180,6 @@ def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: s
 def test_the_polling_interval_is_an_option() -> None:
     config = settled()
     assert read_mode(config).sampler.poll_interval_s == 0.1
-    for interval in (2, 0.5):
-        config.trainer.v1.sampler.poll_interval_s = interval
-        assert read_mode(config).sampler.poll_interval_s == interval
-    for wrong in (0, -1, "soon", True, None):
-        config.trainer.v1.sampler.poll_interval_s = wrong
-        with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s: Input should be "):
-            read_mode(config)
-    del config.trainer.v1.sampler.poll_interval_s
-    assert read_mode(config).sampler.poll_interval_s == 0.1
+    config.trainer.v1.sampler.poll_interval_s = 0
+    with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s: Input should be "):
+        read_mode(config)

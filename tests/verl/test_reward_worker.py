@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from examples.tiny_models import tiny_tokenizer
 from reward_loop.config import RewardLoopConfig
-from reward_loop.errors import ConfigError, RewardLoopError
+from reward_loop.errors import ConfigError
 from reward_loop.managers import registry
 from reward_loop.managers.base import open_records
 from reward_loop.records.reader import RecordsReader
@@ -64,16 +62,16 @@ def test_by_default_the_workers_of_a_node_share_its_cores(
 @pytest.mark.parametrize(
     ("name", "overrides", "cause"),
     [
-        ("Raises", [], "Raises.*ConnectionError: the sandbox is gone"),
-        ("Hangs", ["reward_loop.timeout=0.01"], "Hangs ran past its deadline of 0.01 s .reward_loop.timeout."),
+        ("Raises", [], "Raises .* raised ConnectionError: the sandbox is gone"),
+        ("Hangs", ["reward_loop.timeout=0.01"], "Hangs .* ran past its deadline of 0.01 s"),
         ("NotANumber", [], "NotANumber.*nan"),
-        ("InfiniteParts", [], "token_level_scores must be a list of finite numbers"),
     ],
 )
 async def test_an_error_in_a_manager_of_verl_is_a_failed_sample(
     with_function: Settings, name: str, overrides: list[str], cause: str
 ) -> None:
-    worker = RewardWorker(with_function(None, *verl_manager(name), *overrides), None)
+    once = ("reward_loop.retry.max_attempts=1", "reward_loop.outage_timeout_s=0")
+    worker = RewardWorker(with_function(None, *verl_manager(name), *once, *overrides), None)
     info = await info_of(worker, "four")
     assert info["reward_outcome"] == "failed"
     assert info["reward_masked"]
@@ -89,7 +87,7 @@ async def compute_score(solution_str):
 """
 
 
-async def test_the_calls_of_a_stopped_worker_do_not_end(
+async def test_the_calls_of_a_stopped_worker_are_cancelled_without_an_error(
     with_function: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
@@ -100,13 +98,10 @@ async def test_the_calls_of_a_stopped_worker_do_not_end(
     calls = [asyncio.create_task(worker.compute_score(rollout("4", uid=uid))) for uid in "ab"]
     await until(lambda: job._limits.limiters["judge"].waiting == 1)
     await worker.stop()
-    calls.append(asyncio.create_task(worker.compute_score(rollout("4", uid="c"))))
-    ended, _ = await asyncio.wait(calls, timeout=0.5)
-    assert not ended
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 2
     assert await job.why_stopped() is None
     assert caplog.records == []
-    for call in calls:
-        call.cancel()
 
 
 async def test_a_sample_of_an_agent_loop_is_scored_as_a_rollout(with_function: Settings) -> None:
@@ -115,7 +110,7 @@ async def test_a_sample_of_an_agent_loop_is_scored_as_a_rollout(with_function: S
     assert trained["reward_score"] == validated["reward_score"] == 1.0
     assert (trained["reward_extra_info"]["reward"], validated["reward_extra_info"]["returned_reward"]) == (2.0, 2.0)
     worker = RewardWorker(with_function(None, *verl_manager("Length")), None)
-    with pytest.raises(ConfigError, match=r"reward_loop\.score, which reward manager Length cannot answer"):
+    with pytest.raises(ConfigError, match=r"reward_loop\.score, which reward manager Length .* cannot answer"):
         await worker.compute_score(RewardSample("x"))
 
 
@@ -141,21 +136,6 @@ async def test_a_manager_that_the_functions_file_registers_is_found(
     assert await scores_of(worker, "4") == [2.0]
 
 
-async def test_verls_options_of_a_manager_take_effect(with_function: Settings) -> None:
-    settings = with_function(
-        None,
-        "reward_model.reward_manager=dapo",
-        "+reward_model.reward_kwargs.max_resp_len=20",
-        "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 10, penalty_factor: 1.0, log: true}",
-    )
-    text = "1+1, so Answer: 2"
-    reward = await RewardWorker(settings, None).compute_score(rollout(text, data_source="math_dapo"))
-    length = len(tiny_tokenizer().encode(text))
-    assert 10 < length < 20
-    assert reward["reward_score"] == pytest.approx(1.0 - (length - 10) / 10)
-    assert reward["reward_extra_info"]["overlong"] is True
-
-
 async def test_a_batch_function(with_function: Settings) -> None:
     source = "def compute_score(solution_strs, unit): return [unit * len(text) for text in solution_strs]\n"
     worker = RewardWorker(with_function(source, "reward_model.reward_manager=batch", unit=10), None)
@@ -171,15 +151,6 @@ async def test_without_a_function_verls_rules_apply_by_data_source(with_function
     unknown = await info_of(worker, "2", data_source="nonesuch")
     assert unknown["reward_outcome"] == "failed"
     assert "nonesuch" in unknown["reward_error"]
-
-
-async def test_an_empty_response_and_a_missing_ground_truth(with_function: Settings) -> None:
-    source = "def compute_score(solution_str, ground_truth): return float(solution_str == '')\n"
-    worker = RewardWorker(with_function(source), None)
-    assert await scores_of(worker, "") == [1.0]
-    info = await info_of(worker, "2", reward_model={})
-    assert info["reward_outcome"] == "failed"
-    assert "ground_truth" in info["reward_error"]
 
 
 POST_PROCESSES = """
@@ -223,37 +194,9 @@ async def test_the_scores_of_a_group_are_post_processed(with_function: Settings)
     assert [reward["reward_score"] for reward in await waiting] == [0]
 
 
-async def test_a_group_that_fails_in_post_processing_obeys_the_policy(with_function: Settings) -> None:
-    worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=default"), None)
-    (reward,) = await group(worker, "8")
-    assert reward["reward_extra_info"]["turn_level_scores"] == [8.0]
-    (failed,) = await group(worker, "9")
-    assert failed["reward_score"] == 0.0
-    assert "turn_level_scores" not in failed["reward_extra_info"]
-    worker = RewardWorker(with_function(POST_PROCESSES, "reward_loop.on_failed=raise"), None)
-    with pytest.raises(RewardLoopError, match="nine is too much"):
-        await group(worker, "9")
-    assert "nine is too much" in str(worker._limits.stopped)
-
-
 def test_post_processing_beside_a_manager_written_for_verl_is_refused(with_function: Settings) -> None:
     with pytest.raises(ConfigError, match=r"post_process_scores.*Length"):
         RewardWorker(with_function(POST_PROCESSES, *verl_manager("Length")), None)
-
-
-@pytest.mark.parametrize(("on_failed", "masked", "score"), [("mask", True, 0.0), ("default", False, -1.0)])
-async def test_a_reward_whose_parts_do_not_fit_obeys_the_policy(
-    with_function: Settings, on_failed: str, masked: bool, score: float
-) -> None:
-    options = (f"reward_loop.on_failed={on_failed}", "reward_loop.default_score=-1.0")
-    worker = RewardWorker(with_function(POST_PROCESSES, *options), None)
-    rewards = await group(worker, "3", "4", __turns__=[1, 2, 1])
-    for reward in rewards:
-        assert reward["reward_score"] == score
-        info = reward["reward_extra_info"]
-        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", masked)
-        assert "1 turn_level_scores, and the response has 2 turns" in info["reward_error"]
-        assert not {"score", "turn_level_scores"} & info.keys()
 
 
 def test_the_sandbox_bound_is_shared_among_the_workers(with_function: Settings) -> None:
@@ -271,15 +214,10 @@ def compute_score(solution_str):
 """
 
 
-@pytest.mark.parametrize("manager", ["naive", "verl"])
 async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
-    with_function: Settings, tmp_path: Path, manager: str
+    with_function: Settings, tmp_path: Path
 ) -> None:
-    records_option = f"reward_loop.log_dir={tmp_path}/records"
-    if manager == "verl":
-        settings = with_function(None, records_option, *verl_manager("Rewards"))
-    else:
-        settings = with_function(REWARDS, records_option)
+    settings = with_function(REWARDS, f"reward_loop.log_dir={tmp_path}/records")
     worker = RewardWorker(settings, None)
     validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
     trained = await worker.compute_score(rollout("4", uid="t"))
@@ -292,13 +230,3 @@ async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
     assert await asyncio.to_thread(records.flush)
     rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
     assert rows == {"v": True, "t": False}
-
-
-def test_a_reward_worker_raises_its_limit_on_open_files(with_function: Settings) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    try:
-        RewardWorker(with_function(None), None)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(65_536, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

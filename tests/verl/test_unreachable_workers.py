@@ -13,9 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import LimitError, RewardFunctionError, RewardLoopError
-from reward_loop.types import RewardSample
-from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.workers.reward_workers import RewardWorkers
+from reward_loop.verl.workers.reward_workers import MAX_TASK_RETRIES, RewardClient, RewardWorkers
 from tests.verl.rollouts import rollout
 from tests.verl.trainers import NoJob, reward_workers
 
@@ -133,17 +131,13 @@ def test_the_samples_of_a_batch_wait_until_their_worker_is_reachable(monkeypatch
     assert (alive.calls.count("compute_score"), lost.calls.count("compute_score")) == (2, 5)
 
 
-def test_a_batch_of_rollouts_and_of_requested_samples_says_how_large_their_groups_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_says_how_large_its_groups_are(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     group = workers(monkeypatch, worker := Worker())
     worker.compute_score = SimpleNamespace(remote=lambda data: (sent.append(data), Answer(REWARD))[1])
     group.client.by_group = True
-    requested = RewardSample("4", uid="a_1", group="a", group_size=4)
-    group.score_batch([rollout("1", uid="a"), requested, rollout("1", uid="b")])
-    assert sent[1].group_size == 2
-    assert [sent[i].non_tensor_batch["group_size"].tolist() for i in (0, 2)] == [[2], [1]]
+    group.score_batch([rollout("1", uid=uid) for uid in "aab"])
+    assert [data.non_tensor_batch["group_size"].tolist() for data in sent] == [[2], [2], [1]]
 
 
 def test_the_start_waits_until_all_workers_are_reachable(monkeypatch: pytest.MonkeyPatch) -> None:

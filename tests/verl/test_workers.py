@@ -12,8 +12,7 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.verl.run.job import RunningJob
-from reward_loop.verl.workers.reward_client import MAX_TASK_RETRIES, RewardClient
-from reward_loop.verl.workers.reward_workers import RewardWorkers
+from reward_loop.verl.workers.reward_workers import MAX_TASK_RETRIES, RewardClient, RewardWorkers
 from tests.support.gsm8k import ROOT
 from tests.support.local_ray import local_ray
 from tests.verl.rollouts import rollout
@@ -128,15 +127,6 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
         workers.score_batch([rollout("1"), rollout("hang")])
 
 
-def test_by_default_a_worker_may_take_longer_to_answer_than_ray_takes_to_detect_a_lost_node() -> None:
-    from ray._raylet import Config
-
-    checks_s = (Config.health_check_period_ms() + Config.health_check_timeout_ms()) / 1000
-    detected_s = Config.health_check_failure_threshold() * checks_s
-    start_s = 30  # of the worker's replacement, on a slow machine
-    assert RewardLoopConfig().worker_answer_timeout_s > detected_s + start_s
-
-
 BLOCKS = """
 import pathlib, time
 async def compute_score(solution_str, flags):
@@ -198,7 +188,7 @@ async def test_a_sample_that_waits_for_its_group_is_not_in_flight(job: RunningJo
         reward = await workers.client.compute_score.remote(rollout("x" * length, uid="q", session_id=length))
         return reward["reward_score"]
 
-    with workers.client.prompt("q", 3):
+    with workers.client.prompt("q"):
         assert await asyncio.gather(*map(judged, (1, 2, 3))) == [0, 1, 2]
 
 

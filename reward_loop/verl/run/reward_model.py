@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,9 +13,6 @@ from reward_loop.serving.engines import ENGINES, normalised
 from reward_loop.serving.models import check_path
 from reward_loop.serving.server_spec import VISIBLE_DEVICES
 from reward_loop.verl.installed import verls_defaults
-
-if TYPE_CHECKING:
-    from reward_loop.verl.options import ModeOptions
 
 _SERVER_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -39,6 +36,8 @@ _ENGINE_ARGS = {
 """verl's option ``rollout.*`` -> an option of the engine's command line. verl's defaults are also passed on. Others are
 ``reward_model.server.engine_args``."""
 
+OWN_GPUS = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
+
 _WITH_VERLS_SERVERS = (
     *("models", "served_model_name", "max_concurrent", "timeout"),
     *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
@@ -48,7 +47,7 @@ _WITH_VERLS_SERVERS = (
 requests."""
 
 
-def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfig | None:
+def read_reward_model(config: DictConfig) -> RewardModelConfig | None:
     """Return the options of the reward model's servers, or ``None`` if there is no reward model.
 
     Raises:
@@ -81,7 +80,7 @@ def read_reward_model(config: DictConfig, mode: ModeOptions) -> RewardModelConfi
                 f"reward_model.server.models.{name}.placement=ray (GPUs of its own) or .engine=external"
             )
     if served.placement == "colocated":
-        served = _colocated(config, served, mode)
+        served = _colocated(config, served)
     if config.trainer.device != "cpu":
         _check_local(served)
     return served
@@ -180,39 +179,19 @@ def _pool(model: DictConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"replicas": replicas, "placement": "ray"}
 
 
-def _colocated(config: DictConfig, served: RewardModelConfig, mode: ModeOptions) -> RewardModelConfig:
+def _colocated(config: DictConfig, served: RewardModelConfig) -> RewardModelConfig:
     """Return the options for verl's own servers on the trainer's GPUs: as many replicas as fit, as in verl.
 
     Raises:
-        ConfigError: an option has no effect on them, or needs rewards while they sleep or their GPUs while they are
-            awake.
+        ConfigError: an option has no effect on them.
     """
-    own_gpus = "give the model GPUs of its own: reward_model.enable_resource_pool=True"
     for option in config.reward_model.server:
         if option not in _WITH_VERLS_SERVERS:
             of = "model.trust_remote_code" if option == "trust_remote_code" else f"server.{option}"
             raise ConfigError(
                 f"reward_model.{of} has no effect with a reward model on the trainer's GPUs: verl starts its servers, "
-                f"with the options reward_model.rollout.*. Leave it out, or {own_gpus}"
+                f"with the options reward_model.rollout.*. Leave it out, or {OWN_GPUS}"
             )
-    off_policy = f"trainer.v1.{mode.name}.one_step_off_policy"
-    rejected = {
-        f"trainer.v1.trainer_mode={mode.name}": (
-            mode.name == "separate_async",
-            f"the rollout never sleeps; {own_gpus}",
-        ),
-        f"{off_policy}=True": (
-            mode.pipeline is not None and mode.pipeline.one_step_off_policy,
-            f"the next rollout cannot run while the model judges on its GPUs. Set it to False, or {own_gpus}",
-        ),
-        "algorithm.filter_groups.enable=True": (
-            OmegaConf.select(config, "algorithm.filter_groups.enable"),
-            f"groups are filtered while the rollout is awake. Set it to False, or {own_gpus}",
-        ),
-    }
-    for what, (given, why) in rejected.items():
-        if given:
-            raise ConfigError(f"{what} does not work with a reward model on the trainer's GPUs: {why}")
     replicas = _room(config.trainer, max(1, _gpus(served)), "the reward model on the trainer's GPUs")
     return served.model_copy(update={"replicas": replicas})
 

@@ -38,7 +38,6 @@ from typing_extensions import override
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from reward_loop._util.text import counted, listing
 from reward_loop.agent.environment import CurrentScorer
 from reward_loop.errors import ConfigError, RewardLoopError, ScoringError
 from reward_loop.managers.base import decide, open_records
@@ -57,12 +56,9 @@ from reward_loop.verl.samples import (
     options_of,
     training_step_of,
 )
-from reward_loop.verl.tq_rows import add_rows, add_tag, token_rewards, turns_of, unfinished_prompts
+from reward_loop.verl.tq_rows import add_rows, add_tag, token_rewards, turns_of
 
 AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop.RewardAgentLoopManager"
-
-NAMED_PROMPTS = 5
-"""The largest number of prompts that an error message names."""
 
 
 @dataclass
@@ -94,7 +90,7 @@ class _Session:
 
 
 _prompt: ContextVar[_Prompt] = ContextVar("prompt")
-_session: ContextVar[_Session | None] = ContextVar("session", default=None)
+_session: ContextVar[_Session] = ContextVar("session")
 
 
 if TYPE_CHECKING:
@@ -131,17 +127,21 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
         _prompt.set(_Prompt(partition, size, set(range(size))))
-        client, uid = self._client(), prompt["uid"]
-        with client.prompt(uid, size) if _needs_groups(client) else nullcontext():
+        with self._client.prompt(prompt["uid"]) if self._by_group else nullcontext():
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
     @override
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
-        uid, number = kwargs["uid"], kwargs["session_id"]
+        uid, number, validate = kwargs["uid"], kwargs["session_id"], bool(trajectory["validate"])
         session = _Session(f"{uid}_{number}", number, _prompt.get())
+        known: dict[str, Any] = {
+            "step": training_step_of(kwargs, OmegaConf.select(self.config, TRAINER_MODE), validate=validate),
+            "generated_step": generated_step_of(kwargs),
+            "validate": validate,
+        }
         token, start, error = _session.set(session), time.time(), None
         try:
-            with self._scoring(session, trajectory["validate"], kwargs):
+            with self._scoring(session, {"group": uid, "prompt": kwargs.get("raw_prompt"), **known}):
                 return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
@@ -149,56 +149,38 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             if number in session.prompt.generating and isinstance(raised, Exception):
                 tag = {FAILURE: f"{session.name}: {error}"}
                 await add_tag(uid, session.prompt.partition, tag)
-                if (client := self._client()) is not None and not session.is_submitted:
+                if self._client is not None and not session.is_submitted:
                     # verl replaces failed groups indefinitely. Failures of a sample that was sent are counted there.
-                    await client.count_failure(f"rollout {tag[FAILURE]}", type(raised).__name__)
+                    await self._client.count_failure(f"rollout {tag[FAILURE]}", type(raised).__name__)
             raise
         finally:
-            if not session.is_submitted and _needs_groups(client := self._client()):
-                client.lose(uid, session.name)
+            if not session.is_submitted and self._by_group:
+                self._client.lose(uid, session.prompt.size, session.name)
             # Also of a failed session: the prompt is generated when its other sessions are.
             await _end_generation(session)
             _session.reset(token)
             if self._records is not None:
-                validate = bool(trajectory["validate"])
-                self._records.write_rollout(
-                    session.name,
-                    uid,
-                    self._training_step(kwargs, validate),
-                    generated_step=generated_step_of(kwargs),
-                    validate=validate,
-                    start=start,
-                    times=session.times,
-                    error=error,
-                )
-
-    def _training_step(self, columns: dict, validate: bool) -> int | None:
-        return training_step_of(columns, OmegaConf.select(self.config, TRAINER_MODE), validate=validate)
+                self._records.write_rollout(session.name, uid, **known, start=start, times=session.times, error=error)
 
     def _total_steps(self) -> int | None:
         """Return the number of training steps of the run, which the trainer adds to the configuration."""
         total: int | None = OmegaConf.select(self.config, "trainer.total_training_steps")
         return total
 
-    def _scoring(self, session: _Session, validate: bool, columns: dict) -> AbstractContextManager[None]:
+    def _scoring(self, session: _Session, rollout: dict[str, Any]) -> AbstractContextManager[None]:
         """Make the reward workers the current scorer of the session, unless rewards are computed after the rollout."""
-        if not self.reward_loop_worker_handles:
+        if self._client is None:
             return nullcontext()
-        rollout = {
-            "uid": session.name,
-            "group": columns["uid"],
-            "group_size": session.prompt.size,
-            "step": self._training_step(columns, validate),
-            "generated_step": generated_step_of(columns),
-            "validate": validate,
-            "prompt": columns.get("raw_prompt"),
-        }
         step = rollout["generated_step"] if rollout["step"] is None else rollout["step"]
-        rollout["training_progress"] = progress_of(step, self._total_steps())
+        rollout |= {
+            "uid": session.name,
+            "group_size": session.prompt.size,
+            "training_progress": progress_of(step, self._total_steps()),
+        }
 
         async def score(sample: RewardSample) -> Reward:
             self._submit(session)
-            return await self._client().compute_score.remote(sample)
+            return await self._client.compute_score.remote(sample)
 
         return CurrentScorer(score, rollout).in_use()
 
@@ -209,8 +191,6 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             kwargs[VALIDATE] = True  # a column of the sample
         if (total := self._total_steps()) is not None:
             kwargs[TOTAL_STEPS] = total
-        if session is None:  # an agent loop of the user calls this method itself
-            return await super()._agent_loop_postprocess(output, validate, **kwargs)
         session.times["end"] = time.time()
         outputs = output if isinstance(output, list) else [output]
         try:
@@ -220,13 +200,12 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
                 session.prompt.published = f"{session.name}_0"
             await _end_generation(session)
             if session.judging is not None:
-                await _take_reward(session, outputs)
+                await _write_reward(session, outputs)
         finally:
             # If verl could not write the trajectory, the task still judges, and nothing else awaits it.
             if session.judging is not None:
                 session.judging.cancel()  # no effect after the reward has arrived
                 await asyncio.gather(session.judging, return_exceptions=True)
-        return None
 
     @override
     async def _compute_score(self, outputs: list[Any], kwargs: dict) -> None:
@@ -240,8 +219,6 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             kwargs: the prompt's columns, uid and session.
         """
         session = _session.get()
-        if session is None:
-            return await super()._compute_score(outputs, kwargs)
         own = outputs[-1].reward_score
         for output in outputs:
             # verl would place it at a token of a tool, if that is the last one. And published alone, a score would give
@@ -250,11 +227,10 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         # `_agent_loop_postprocess` waits for the task after verl has written the trajectory.
         if own is not None:
             session.judging = asyncio.create_task(self._check(session, outputs[-1], own))
-        elif self.reward_loop_worker_handles is not None:
+        elif self._client is not None:
             columns = {VALIDATE: False, **kwargs, "group_size": session.prompt.size}
             columns[TURNS] = turns_of(outputs[-1].response_mask)
             session.judging = asyncio.create_task(self._judge(session, outputs, columns))
-        return None
 
     async def _judge(self, session: _Session, outputs: list[Any], kwargs: dict) -> None:
         """Set the reward of the last output, and the times of the session.
@@ -279,17 +255,23 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             try:
                 reward = decide(result, self._options).to_reward()
             except ScoringError as error:
-                if (client := self._client()) is not None:
-                    await client.stop_run(f"{type(error).__name__}: {error}")
+                if self._client is not None:
+                    await self._client.stop_run(f"{type(error).__name__}: {error}")
                 raise
         final.reward_score, final.extra_fields["reward_extra_info"] = (
             reward["reward_score"],
             reward["reward_extra_info"],
         )
 
+    @property
     def _client(self) -> Any:
-        """Return the client of the reward workers."""
+        """The client of the reward workers; ``None`` if the trainer sends the whole batch to them."""
         return (self.reward_loop_worker_handles or [None])[0]
+
+    @property
+    def _by_group(self) -> bool:
+        """Whether the reward workers score the rollouts of a prompt together."""
+        return self._client is not None and self._client.by_group
 
     def _submit(self, session: _Session) -> None:
         """Note that the sample of a rollout is sent to be scored: then it is a member of its group.
@@ -297,18 +279,13 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         Raises:
             ConfigError: it was sent before, and the others of its group would be compared with both.
         """
-        if session.is_submitted and _needs_groups(self._client()):
+        if session.is_submitted and self._by_group:
             raise ConfigError(
                 f"rollout {session.name} requests a second reward, and the rollouts of its prompt are scored together "
                 "(post_process_scores, or the manager `group`): request one in each rollout, and pass it on as the "
                 "`reward_score` of the output"
             )
         session.is_submitted = True
-
-
-def _needs_groups(client: Any) -> bool:
-    """Return whether the reward workers score the rollouts of a prompt together."""
-    return bool(getattr(client, "by_group", False))
 
 
 async def _end_generation(session: _Session) -> None:
@@ -320,39 +297,36 @@ async def _end_generation(session: _Session) -> None:
             await add_tag(prompt.published, prompt.partition, {GENERATED: True})
 
 
-async def _take_reward(session: _Session, outputs: list[Any]) -> None:
+async def _write_reward(session: _Session, outputs: list[Any]) -> None:
     """Wait for the reward of a session, and write it to all its trajectories.
 
     If judging raises, the session is masked: its trajectory has been published already, and the other samples of the
     group stay usable.
     """
     assert session.judging is not None
-    final = outputs[-1]
+    final, error = outputs[-1], None
     try:
         await session.judging
-    except Exception as error:
+    except Exception as raised:
+        error = raised
         failure = ScoringError(f"{type(error).__name__}: {error}", cause=type(error).__name__)
         failed = RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, masked=True).to_reward()
         final.reward_score, final.extra_fields["reward_extra_info"] = 0.0, failed["reward_extra_info"]
-        await _write_reward(session, outputs)
-        raise
-    await _write_reward(session, outputs)
-
-
-async def _write_reward(session: _Session, outputs: list[Any]) -> None:
-    score, info = outputs[-1].reward_score, outputs[-1].extra_fields["reward_extra_info"]
+    score, info = final.reward_score, final.extra_fields["reward_extra_info"]
     fields = []
     for output in outputs:
         # With a score, verl's `as_dict` fails for a response without tokens.
         output.reward_score = None
         output.extra_fields["reward_extra_info"] = info
         # The parts are those of the last output.
-        rm_scores = token_rewards(score, output.response_mask, info if output is outputs[-1] else {})
+        rm_scores = token_rewards(score, output.response_mask, info if output is final else {})
         fields.append({"rm_scores": rm_scores, "extra_fields": output.as_dict()["extra_fields"]})
     now = time.time()
     judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
     keys = [f"{session.name}_{index}" for index in range(len(outputs))]
     await add_rows(keys, session.prompt.partition, list_of_dict_to_tensordict(fields), [judged] * len(outputs))
+    if error is not None:
+        raise error
 
 
 class RewardAgentLoopManager(AgentLoopManagerTQ):
@@ -370,8 +344,6 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         self.agent_loop_workers_class = ray.remote(self.worker_class)
         self._deaths: list[Any] = []
         """For each worker, a call that fails when the worker dies."""
-        self._worker_of: dict[str, int] = {}
-        """Prompt uid -> the number of the worker that received it."""
         self._receipt_timeout_s = OmegaConf.select(self.config, "reward_loop.worker_start_timeout_s", default=300.0)
 
     @override
@@ -386,20 +358,17 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
         Raises:
             RewardLoopError: a worker has died, or did not receive its part in time.
         """
-        unfinished = set().union(*unfinished_prompts().values())
-        self._worker_of = {uid: worker for uid, worker in self._worker_of.items() if uid in unfinished}
-        parts = prompts.chunk(len(self.agent_loop_workers))
-        self._worker_of |= {uid: number for number, part in enumerate(parts) for uid in part["uid"]}
+        workers = self.agent_loop_workers
         calls = [
             worker.generate_sequences.remote(part)
-            for worker, part in zip(self.agent_loop_workers, parts, strict=False)  # fewer prompts than workers
+            for worker, part in zip(workers, prompts.chunk(len(workers)), strict=False)  # fewer prompts than workers
         ]
         for number, call in enumerate(calls):
             try:
                 # The first call also waits until the worker has started.
                 ray.get(call, timeout=self._receipt_timeout_s)
             except (RayActorError, OutOfMemoryError) as error:
-                raise self._death(number) from error
+                raise _death(number) from error
             except GetTimeoutError as error:
                 raise RewardLoopError(
                     f"agent loop worker {number} did not receive its prompts within {self._receipt_timeout_s:g} s "
@@ -407,22 +376,15 @@ class RewardAgentLoopManager(AgentLoopManagerTQ):
                 ) from error
 
     def check_workers(self) -> None:
-        """Raise an error if a worker has died, without waiting.
-
-        Raises:
-            RewardLoopError: it names the worker and its unfinished prompts.
-        """
+        """Raise an error that names a worker if it has died, without waiting."""
         dead, _ = ray.wait(self._deaths, num_returns=1, timeout=0)
         if dead:
-            raise self._death(self._deaths.index(dead[0]))
+            raise _death(self._deaths.index(dead[0]))
 
-    def _death(self, worker: int) -> RewardLoopError:
-        unfinished = set().union(*unfinished_prompts().values())
-        prompts = sorted(uid for uid, number in self._worker_of.items() if number == worker and uid in unfinished)
-        more = ", ..." if len(prompts) > NAMED_PROMPTS else ""
-        return RewardLoopError(
-            f"agent loop worker {worker} died with {counted(len(prompts), 'unfinished prompt')} "
-            f"({listing(prompts[:NAMED_PROMPTS])}{more}): does the agent loop or one of its tools crash the "
-            "interpreter, or run out of memory? Run the same command again: it resumes from the last checkpoint "
-            "(trainer.save_freq), and generates prompts without all scores again"
-        )
+
+def _death(worker: int) -> RewardLoopError:
+    return RewardLoopError(
+        f"agent loop worker {worker} died: does the agent loop or one of its tools crash the interpreter, or run out "
+        "of memory? Run the same command again: it resumes from the last checkpoint (trainer.save_freq), and "
+        "generates prompts without all scores again"
+    )

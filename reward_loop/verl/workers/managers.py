@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from reward_loop._util.api_keys import api_key_of
 from reward_loop.client import classify, without_control_tokens
-from reward_loop.errors import ConfigError, RewardFunctionError
+from reward_loop.errors import ConfigError
 from reward_loop.limits import Limits
 from reward_loop.managers import NaiveRewardLoopManager, RewardLoopManagerBase, scoring_function
-from reward_loop.processes import cause_of, usable_cores
+from reward_loop.processes import usable_cores
 from reward_loop.router.config import API_KEY_VARIABLE
-from reward_loop.scoring import ScoringFunction, normalise
-from reward_loop.types import Outcome, RewardResult, RewardSample
+from reward_loop.scoring import ScoringFunction
+from reward_loop.types import RewardSample
 from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.workers.own_scorers import guard
 
@@ -80,33 +79,22 @@ def build_manager(
     return manager
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollout(RewardSample):
-    """A sample with its row, which a manager that was written for verl receives."""
-
-    row: Any = None
-    """A ``DataProto``."""
-
-
 class VerlManager(RewardLoopManagerBase):
-    """Runs a reward manager that was written for verl, and adds the outcome, the deadline and the failure policy.
-
-    Such a manager calls its function itself.
+    """Runs a reward manager that was written for verl as the function, which gets the row of a sample.
 
     Args:
         manager: an object with verl's ``run_single``.
         config: verl's configuration, or the options of the reward loop.
-        limits: the limits of the worker, which may count failures for the whole job.
+        limits: the limits of the worker.
     """
 
     def __init__(self, manager: Any, config: Any, limits: Limits) -> None:
-        super().__init__(config, limits=limits)
-        self._manager = manager
-        self.needs_group = getattr(manager, "needs_group", False)
+        async def run_single(**sample: Any) -> dict[str, Any]:
+            returned = await manager.run_single(sample["row"])
+            return {**(returned.get("reward_extra_info") or {}), "score": returned["reward_score"]}
 
-    @property
-    def name(self) -> str:
-        return f"reward manager {type(self._manager).__name__}"
+        run_single.__qualname__, run_single.__module__ = type(manager).__qualname__, type(manager).__module__
+        super().__init__(config, compute_score=run_single, limits=limits)
 
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample without its text: only the manager decodes it.
@@ -116,34 +104,10 @@ class VerlManager(RewardLoopManagerBase):
         """
         if isinstance(data, RewardSample):
             raise ConfigError(
-                f"an agent loop called reward_loop.score, which {self.name} cannot answer, since it was written for "
-                "verl's batches: use a manager of reward_loop"
+                f"an agent loop called reward_loop.score, which reward manager {self.name} cannot answer, since it was "
+                "written for verl's batches: use a manager of reward_loop"
             )
-        return _Rollout("", row=data, **self.converter.undecoded(data))
-
-    async def score_one(self, sample: RewardSample) -> RewardResult:
-        """Return the reward of verl's manager as a result. Its errors become *failed* results."""
-        assert isinstance(sample, _Rollout)
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(self.options.timeout) as deadline:
-                returned = await self._manager.run_single(sample.row)
-            score, _ = normalise(returned["reward_score"])
-            return RewardResult(
-                outcome=Outcome.UNSCORED if score is None else Outcome.SCORED,
-                score=score,
-                extra_info=dict(returned.get("reward_extra_info") or {}),
-                work_s=time.monotonic() - started,
-            )
-        except Exception as error:
-            what = f"{self.name}: {type(error).__name__}: {error}"
-            if isinstance(error, TimeoutError) and deadline.expired():
-                what = f"{self.name} ran past its deadline of {self.options.timeout:g} s (reward_loop.timeout)"
-            failure = RewardFunctionError(what, cause=cause_of(error))
-            # By hand, because the failure is returned and not raised.
-            failure.__cause__ = error
-            work_s = time.monotonic() - started
-            return RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, work_s=work_s)
+        return RewardSample("", kwargs={"row": data}, **self.converter.undecoded(data))
 
 
 def _scoring_function(
@@ -189,39 +153,29 @@ class DiscriminativeRewardLoopManager(NaiveRewardLoopManager):
     async def to_sample(self, data: Any) -> RewardSample:
         """Return the sample, with the reward model's input as ``extra_info["reward_model_input"]``."""
         sample = await super().to_sample(data)
-        if isinstance(data, RewardSample):  # of an agent loop that calls `reward_loop.score`
-            if data.prompt is None:
-                return replace(sample, error="the sample has no prompt, the conversation to score")
-            call: tuple[Any, ...] = (self._conversation, _messages(data.prompt), data.solution_str)
-        else:
+        if sample.prompt is None:
+            lacks = 'the sample has no prompt (in a row, non_tensor_batch["raw_prompt"]), the conversation to score'
+            return replace(sample, error=lacks)
+        ids = None
+        if not isinstance(data, RewardSample):  # otherwise of an agent loop that calls `reward_loop.score`
             row = data if data.batch["responses"].ndim == 1 else data[-1]
-            prompt = row.non_tensor_batch.get("raw_prompt")
-            if prompt is None:
-                return replace(sample, error='its row has no non_tensor_batch["raw_prompt"], the conversation to score')
-            call = (self._render, list(prompt), row.batch["responses"][: sample.response_length])
+            ids = row.batch["responses"][: sample.response_length]
         try:
-            text = await asyncio.to_thread(*call)
+            text = await asyncio.to_thread(self._input, sample, ids)
         except Exception as error:  # a chat template is code from the model's author
             return replace(sample, error=f"the reward model's chat template failed: {type(error).__name__}: {error}")
         return replace(sample, extra_info={**sample.extra_info, "reward_model_input": text})
 
-    def _render(self, conversation: list[dict[str, Any]], ids: Any) -> str:
-        response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")
-        return self._conversation(conversation, response)
-
-    def _conversation(self, conversation: list[dict[str, Any]], response: str) -> str:
+    def _input(self, sample: RewardSample, ids: Any) -> str:
+        prompt, response = sample.prompt, sample.solution_str
+        if ids is not None:
+            response = self.tokenizer.decode(ids).replace(self.tokenizer.eos_token or "", "")
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         # What the policy wrote must not end its turn, and begin another one.
-        answer = {"role": "assistant", "content": without_control_tokens(response)}
-        text: str = self.reward_model_tokenizer.apply_chat_template(
-            [*conversation, answer], add_generation_prompt=False, tokenize=False
-        )
+        turns.append({"role": "assistant", "content": without_control_tokens(response)})
+        text: str = self.reward_model_tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False)
         # The server's tokenizer adds the token again.
         return text.removeprefix(self.reward_model_tokenizer.bos_token or "")
-
-
-def _messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return a prompt, a text or chat messages, as chat messages."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 async def score_by_model(

@@ -1,9 +1,9 @@
 """verl's own scorers, without the ways in which one answer changes the scores of others.
 
 - ``prime_math`` passes the model's answer to `eval`, directly and through sympy's parser
-  (https://github.com/verl-project/verl/issues/7603). Here, an arithmetic expression is computed from its syntax tree,
-  and sympy gets only expressions of numbers, symbols and sympy's own functions, without very large numbers. Another
-  answer cannot be parsed: it is wrong unless its text is the right one.
+  (https://github.com/verl-project/verl/issues/7603). Here, sympy gets only expressions of numbers, symbols and sympy's
+  own functions, without very large numbers, and computes what `eval` would, of numbers alone. Another answer cannot be
+  parsed: it is wrong unless its text is the right one.
 - ``math_verify`` returns 0 for each call after a process of its pool has died
   (https://github.com/verl-project/verl/issues/8011). In an isolated call, it runs without a pool.
 - ``gsm8k`` and ``math_dapo`` read the last 300 characters of a response
@@ -20,10 +20,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,8 +34,6 @@ _PRIME_MATH = f"{_SCORERS}.prime_math"
 _GRADER = f"{_PRIME_MATH}.grader"
 _MATH_VERIFY = f"{_SCORERS}.math_verify"
 
-_MAX_BITS = 4096
-"""The largest size of an integer that `_arithmetic` computes."""
 _MAX_DIGITS, _MAX_BASE, _MAX_EXPONENT, _MAX_ARGUMENT = 1000, 20, 5, 4
 """The most digits of a number that sympy gets: anywhere, in the base and exponent of a power, and in the argument of
 a function but those of `_FAST`."""
@@ -44,22 +42,13 @@ _FAST = frozenset(
 )
 _MAX_CHARACTERS = 2000
 
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
 _NODES = (ast.Expression, ast.Call, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.List,
           ast.Compare, ast.keyword, ast.operator, ast.unaryop, ast.cmpop)  # fmt: skip
 """The parts of an expression that sympy may evaluate. Attributes, subscripts and comprehensions are missing."""
 _NAMED = ("Symbol", "Function", "Integer", "Float", "Rational")
 """The functions to which sympy's parser passes a text. Every other function would parse it, and so evaluate it."""
+_NUMBERS = ("Integer", "Float", "Rational")
+"""The functions of an expression of numbers alone."""
 
 
 def guard() -> None:
@@ -95,7 +84,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _guard_grader(grader: Any) -> None:
     simplify, number = grader.simplify, grader.N
-    grader.eval = _arithmetic  # a name of the module comes before the builtin
+    grader.eval = partial(_parse, names=_NUMBERS)  # a name of the module comes before the builtin
     grader.parse_expr = _parse
     grader.simplify = lambda expression, *args, **options: simplify(_parsed(expression), *args, **options)
     grader.N = lambda expression, *args, **options: number(_parsed(expression), *args, **options)
@@ -161,50 +150,15 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _arithmetic(text: Any) -> Any:
-    """Return the value of an arithmetic expression, or a tuple or list of them, as `eval` does.
-
-    Raises:
-        ValueError: the text contains anything else, or its value would be very large.
-    """
-    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
-        raise ValueError("not an arithmetic expression")
-    return _value(ast.parse(text.strip(), mode="eval").body)
-
-
-def _value(node: ast.AST) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return number
-        case ast.Tuple(elts=items):
-            return tuple(map(_value, items))
-        case ast.List(elts=items):
-            return [_value(item) for item in items]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_number(operand))
-        case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-            first, second = _number(left), _number(right)
-            power = abs(second) if isinstance(op, ast.Pow) else 1
-            if isinstance(first, int) and first.bit_length() * power > _MAX_BITS:
-                raise ValueError("the number is too large")
-            return _OPERATORS[type(op)](first, second)
-    raise ValueError(f"not an arithmetic expression: {type(node).__name__}")
-
-
-def _number(node: ast.AST) -> int | float:
-    value = _value(node)
-    if isinstance(value, int | float):
-        return value
-    raise ValueError("not a number")
-
-
 def _parsed(expression: Any) -> Any:
     """Return an expression of sympy, from a text by `_parse`: sympy's functions would evaluate it."""
     return _parse(expression) if isinstance(expression, str) else expression
 
 
-def _parse(text: str, *, transformations: Any = None) -> Any:
+def _parse(text: str, *, transformations: Any = None, names: Collection[str] | None = None) -> Any:
     """Return what sympy's `parse_expr` returns for an expression of numbers, symbols and functions of sympy.
+
+    ``names`` are those that it may contain, by default all.
 
     Raises:
         ValueError: the text contains anything else, or a number in it would be very large.
@@ -214,8 +168,9 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
     # Quotes and `__` are the ways from an expression to Python's objects.
     if not isinstance(text, str) or len(text) > _MAX_CHARACTERS or any(mark in text for mark in ("'", '"', "__")):
         raise ValueError("not an expression of numbers and symbols")
-    names = _sympy_names()
-    code = parser.stringify_expr(text, {}, names, transformations or parser.standard_transformations)
+    values = _sympy_names()
+    names = values if names is None else names
+    code = parser.stringify_expr(text.strip(), {}, values, transformations or parser.standard_transformations)
     tree = ast.parse(code, mode="eval")
     texts = 0
     for node in ast.walk(tree):
@@ -239,7 +194,7 @@ def _parse(text: str, *, transformations: Any = None) -> Any:
                     _check_small(argument, _MAX_ARGUMENT)
             case ast.Constant(value=value) if _digits(value) > _MAX_DIGITS:
                 raise ValueError("a number is too large")
-    return parser.eval_expr(code, {}, names)
+    return parser.eval_expr(code, {}, values)
 
 
 def _check_small(node: ast.AST, digits: int) -> None:

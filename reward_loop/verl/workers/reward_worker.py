@@ -50,7 +50,6 @@ class RewardWorker:
         self._manager = build_manager(settings, router, self._limits, workers_on_node or settings.num_workers)
         self._running: set[asyncio.Task[Any]] = set()
         """The calls of `compute_score`."""
-        self._is_stopped = False
         # After the imports and the tokenizers of the manager, which are frozen with all else.
         freeze_and_raise_gc_threshold()
 
@@ -74,17 +73,11 @@ class RewardWorker:
         assert task is not None
         self._running.add(task)
         try:
-            if self._is_stopped:
-                await asyncio.Event().wait()  # until the worker ends
             if lost is not None:
                 CALLER.set(Caller(reports_lost=True, repeats=True, lost=lost, release=release))
             reward = await self._manager.run_single(data)
             if reward["reward_extra_info"].get("reward_outcome") == Outcome.FAILED:
                 await self._limits.arrived()  # before the trainer has the reward, and asks whether too many failed
-        except asyncio.CancelledError:
-            if self._is_stopped:
-                await asyncio.Event().wait()
-            raise
         except RewardLoopError as error:
             # verl's agent loop catches what this raises, and only drops the rollout: the trainer asks the job.
             self._limits.stop(f"{type(error).__name__}: {error}")
@@ -111,12 +104,7 @@ class RewardWorker:
             waiting.cancel()
 
     async def stop(self) -> None:
-        """Cancel all calls of `compute_score`, and close the manager and the limits, because training has ended.
-
-        Cancelled calls and later ones get no answer, so that rollouts in flight cause no errors. They fail when the
-        worker ends, with the run.
-        """
-        self._is_stopped = True
+        """Cancel all calls of `compute_score`, and close the manager and the limits. Their callers have ended."""
         for task in list(self._running):
             task.cancel()
         await asyncio.to_thread(self._manager.close)
