@@ -221,25 +221,6 @@ def test_a_function_that_changes_the_working_directory(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out", "out.jsonl"]
 
 
-def test_no_more_rows_are_scored_at_a_time_than_asked(tmp_path):
-    at_work, peak = 0, 0
-
-    class Manager:
-        async def run_single(self, sample):
-            import asyncio
-
-            nonlocal at_work, peak
-            at_work += 1
-            peak = max(peak, at_work)
-            await asyncio.sleep(0)
-            at_work -= 1
-            return {"reward_score": 1.0, "reward_extra_info": {}}
-
-    source = write_jsonl(tmp_path / "in.jsonl", ROWS)
-    assert score(source, tmp_path / "out", manager=Manager(), concurrency=3).outcomes == {"scored": 12}
-    assert peak == 3
-
-
 def test_a_manager_of_the_user_is_recorded(tmp_path):
     class Manager:
         async def run_single(self, sample):
@@ -545,24 +526,3 @@ def test_gsm8k_solutions_get_the_published_verdicts(tmp_path, model, correct):
     assert done.outcomes == {"scored": 660}
     assert done.mean == correct / 660
     assert [row for row in done.rows if row["score"] != row[model]["is_correct"]] == []
-
-
-@pytest.mark.parametrize(
-    ("solution", "reference", "expected"),
-    [
-        ("so 9 * 2 = 18\n#### 18", "18", 1),
-        ("#### $1,018.00", "1018", 1),
-        ("#### 18.", "thus\nA: 18", 1),
-        ("#### 17\n#### 18", "x\n#### 18", 1),
-        ("#### 18\n#### 17", "18", 0),
-        ("A: -5", "-5", 1),
-        ("18", "18", 0),
-        ("", "18", 0),
-        ("#### none", "18", 0),
-        ("#### NaN", "18", 0),
-        ("#### 18", 18, 1),
-    ],
-)
-def test_the_gsm8k_example(solution, reference, expected):
-    compute_score = load_function(str(ROOT / "examples" / "gsm8k" / "reward.py"))
-    assert compute_score(solution, reference)["score"] == expected

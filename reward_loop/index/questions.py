@@ -313,11 +313,6 @@ def _public(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if name not in _INTERNAL}
 
 
-def empty_report() -> dict[str, Any]:
-    """Return the report of a folder without records."""
-    return {**empty_summary(), "causes": [], "judges": [], "validation": None}
-
-
 def _plain(value: Any, name: str | None) -> Any:
     """Return a value of a field; those of components are JSON texts in the index, and JSON values here."""
     try:

@@ -254,7 +254,7 @@ class _Checks:
         self.report = CheckReport(function.name, function.is_async, function.in_processes, is_batched)
         self.calls = [self.samples] if is_batched else [[sample] for sample in self.samples]
         """The samples of each call."""
-        self._groups = itertools.count()
+        self.of_groups, self._groups = scores_groups(self.scorer.manager), itertools.count()
 
     async def run(self) -> None:
         """Run all rounds, and add to the report what they find."""
@@ -262,8 +262,8 @@ class _Checks:
         for findings in rounds:
             async for found in findings():
                 self.report.findings.append(Finding(*found))
-            if all(row.outcome == "failed" for row in self.report.rows):
-                break  # all other checks would fail for the same reason
+                if all(row.outcome == "failed" for row in self.report.rows):
+                    return  # all other checks would fail for the same reason
 
     async def single_calls(self) -> AsyncIterator[_Found]:
         """Score all samples one after another, and again."""
@@ -275,8 +275,6 @@ class _Checks:
         if counts["failed"]:
             error = next(row.error for row in rows if row.outcome == "failed")
             yield "samples", "problem", f"{text}; a run would exclude failed ones. {cut(error, _ERROR_CHARACTERS)}"
-            if counts["failed"] == len(rows):
-                return
         elif len(scores) < min(2, len(rows)):
             status = "note" if scores else "problem"
             yield "samples", status, f"{text}: a run could not learn from these, whose scores are equal or missing"
@@ -318,7 +316,7 @@ class _Checks:
         """Attack the function with answers whose right verdict is known; a sync one in processes."""
         self.function.timeout = min(self.function.timeout or _ODD_TIMEOUT_S, _ODD_TIMEOUT_S)
         requires, is_async = self.scorer.requires, self.function.is_async
-        if "ground_truth" not in requires or self._of_groups or {"reward_router_address", "response_ids"} & requires:
+        if "ground_truth" not in requires or self.of_groups or {"reward_router_address", "response_ids"} & requires:
             return  # it asks a judge, or compares answers with each other
         attacked = [one for one in self.attacked if not missing(one.ground_truth)]
         rows = rows_of([(one.ground_truth, _question(one.prompt), one.solution_str) for one in attacked])
@@ -424,10 +422,6 @@ class _Checks:
             )
             yield "a failed request", "problem", text
 
-    @property
-    def _of_groups(self) -> bool:
-        return scores_groups(self.scorer.manager)
-
     async def _scored(
         self, calls: Sequence[Sequence[RewardSample]], scorer: Scorer | None = None, *, at_once: int = 1
     ) -> tuple[list[CheckedRow], list[tuple[float, str]]]:
@@ -442,7 +436,7 @@ class _Checks:
 
         async def call(index: int) -> None:
             samples, group = calls[index], f"group {next(self._groups)}"
-            if self._of_groups:
+            if self.of_groups:
                 samples = [replace(sample, group=group, group_size=len(samples)) for sample in samples]
             self.loop.reset()
             # Tasks of their own, so that no step of them began before.
@@ -613,7 +607,8 @@ def check_command(
             options=options,
             more=[sample for sample in samples[rows:] if not sample.error],
         )
-        report = run(checking)
+        with console(stderr=True).status("checking"):
+            report = run(checking)
         if as_json:
             stdout.write(encode(asdict(report) | {"problems": len(report.problems)}).decode() + "\n")
         else:

@@ -221,5 +221,4 @@ def check_fields(rows: Iterable[Row], source: str, fields: Fields) -> None:
             return
         first = first or f"{row.name}: {error}"
         count += 1
-    if count:
-        raise ConfigError(f"{source}: none of the {count} rows can be scored. {first}")
+    raise ConfigError(f"{source}: " + (f"none of the {count} rows can be scored. {first}" if count else "no rows"))

@@ -17,7 +17,7 @@ from reward_loop._util.json import encode
 from reward_loop._util.standard_streams import WIDE, console, printable
 from reward_loop._util.text import counted, rounded
 from reward_loop.errors import ConfigError
-from reward_loop.records import NoRecordsError, health, hidden_share
+from reward_loop.records import health, hidden_share
 
 _ROWS = 30
 """The largest number of rows of a table."""
@@ -90,15 +90,12 @@ def report(
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the summary of a folder, which may have no records yet."""
+    """Return the summary of a folder."""
     from reward_loop.index import questions
     from reward_loop.index.index import open_index
 
-    try:
-        with open_index(folder) as index:
-            return questions.report(index)
-    except NoRecordsError:
-        return questions.empty_report()
+    with open_index(folder) as index:
+        return questions.report(index)
 
 
 def show_report(found: Values, out: Console) -> None:

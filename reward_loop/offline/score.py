@@ -301,11 +301,8 @@ class ScoredFolder:
         run = {name: _digest(value) for name, value in identity.items()}
         before = json.loads(file.read_text()) if file.exists() else run
         changed = [name for name in {**before, **run} if before.get(name) != run.get(name)]
-        unfinished, kept = set[str](), set[str]()
-        for row in self.rows():
-            is_unfinished = row["outcome"] == Outcome.FAILED or row.get("over_budget")
-            (unfinished if is_unfinished else kept).add(row["uid"])
-        if changed and kept:
+        unfinished = {row["uid"] for row in self.rows() if row["outcome"] == Outcome.FAILED or row.get("over_budget")}
+        if changed and any(row["uid"] not in unfinished for row in self.rows()):
             raise ConfigError(
                 f"{self.path} has the records of a run with another {' and another '.join(changed)}: choose another "
                 "--output, or delete the folder"
@@ -335,13 +332,11 @@ def check_export(source: Inputs, file: Path) -> None:
 def write_scores(source: Inputs, folder: ScoredFolder, file: Path) -> None:
     """Write all rows of the inputs, in order, with their scores; the file is replaced when all are written."""
     results: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(NoRecordsError):
-        reader = RecordsReader(folder.path)
-        for record in reader.rows():
-            text = reader.text(record) or {}
-            components = {**(record.get("components") or {}), **(text.get("components") or {})}
-            values = (record["reward"], record["outcome"], record["error"], components)
-            results[record["uid"]] = dict(zip(COLUMNS, values, strict=True))
+    reader = RecordsReader(folder.path)
+    for record in reader.rows():
+        components = {**(record.get("components") or {}), **((reader.text(record) or {}).get("components") or {})}
+        values = (record["reward"], record["outcome"], record["error"], components)
+        results[record["uid"]] = dict(zip(COLUMNS, values, strict=True))
     temporary = file.with_name(f".partial-{file.name}")
     with temporary.open("wb") as lines:
         for row in source.rows():

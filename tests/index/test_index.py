@@ -194,16 +194,6 @@ def test_lines_of_chunks_that_were_loaded_together_are_found(folder: Path, monke
         assert index.rows("SELECT count(DISTINCT chunk) > 20 AS many FROM samples") == [{"many": True}]
 
 
-def test_lines_of_other_writers_are_found(folder: Path) -> None:
-    folder.mkdir()
-    row = {"version": 1, "kind": "sample", "id": 'a "b" 1', "uid": "u", "calls": [{"work_s": 1.0}]}
-    (folder / "other.jsonl").write_text(json.dumps(row, indent=None, separators=(", ", ": ")) + "\n")
-    with Index(folder) as index:
-        index.update()
-        (found,) = index.rows("SELECT id, chunk FROM samples")
-        assert index.line(found["chunk"], id=found["id"]) == row
-
-
 def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,15 +338,6 @@ def test_an_index_that_cannot_be_written_is_an_error_that_names_its_directory(
             index.update()
         monkeypatch.undo()
         assert index.update()  # nothing of the failed transaction is left
-        assert rewards(index) == {"a": 1.0}
-
-
-def test_an_index_is_temporary_where_the_cache_directory_cannot_be_written(
-    folder: Path, writer: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(writer.path))
-    with Index(folder) as index:
-        index.update()
         assert rewards(index) == {"a": 1.0}
 
 

@@ -285,15 +285,6 @@ def test_scorings_of_validation_are_compared_if_there_are_no_other_samples(tmp_p
     assert summary(str(training), str(folders[1]))["pairs"] == 0
 
 
-def test_samples_without_a_uid_count_in_the_means_of_a_comparison(tmp_path: Path) -> None:
-    folders = [
-        write(tmp_path / name, *(sample(f"s{i}", score=score) | {"uid": None} for i in range(2)))
-        for name, score in (("a", 0.0), ("b", 1.0))
-    ]
-    found = summary(*map(str, folders))
-    assert (found["pairs"], found["scored_a"], found["scored_b"], found["difference"]) == (0, 2, 2, 1.0)
-
-
 def test_two_runs_without_a_common_sample_are_compared_by_their_means(tmp_path: Path) -> None:
     first, second = (
         write(tmp_path / name, *(sample(f"{name}{i}", step=1, score=float(i % 2 or base)) for i in range(4)))

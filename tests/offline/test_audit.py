@@ -237,7 +237,7 @@ def test_the_share_of_texts_that_the_records_still_have_is_told(folder: Path) ->
     found = audit("sound")
     assert 0 < found["with_texts"] == found["audited"] < found["samples"] == ROWS
     shutil.rmtree(folder / "records" / "texts")
-    message = "records: 0 of 40 scored samples have texts: there is no answer to audit"
+    message = "records: 0 of 40 scored samples have texts: no rows"
     assert message in invoke("audit", "records", "judges.py:sound", code=2)
 
 
