@@ -74,9 +74,3 @@ def test_a_retried_row_counts_with_its_latest_requests(server: FakeJudge) -> Non
     score(server, "compute_score")
     shown = score(server, "compute_score")
     assert f"(judge.py) {ROWS} 0.0%" in " ".join(shown.split())
-
-
-def test_no_judge_is_shown_for_a_function_without_requests(server: FakeJudge, tmp_path: Path) -> None:
-    (tmp_path / "rule.py").write_text("def compute_score(solution_str): return 1.0\n")
-    shown = run("score", "rule.py:compute_score", "rollouts.jsonl")
-    assert "judge" not in shown

@@ -167,9 +167,8 @@ class Attack:
         marked, prose = [form for form in order if form not in PROSE], [form for form in order if form in PROSE]
         # A form within the first one, or around it, is read in the same way.
         others = [form for form in marked[1:] if not form.startswith("<think>") and marked[0][:6] not in form]
-        self._report.forms = [*marked[:1], *prose[:1], *others][:_MAX_FORMS]
-        if not order and votes:
-            self._report.forms = [min(votes, key=lambda form: (-votes[form], len(form)))]
+        own = sorted(votes, key=lambda form: (-votes[form], len(form)))  # the form of a response
+        self._report.forms = [*marked[:1], *prose[:1], *others][:_MAX_FORMS] or own[:1]
         if not votes and len(self._ties) == searched:
             name, answer, score = self._ties[0]
             (kind,) = [kind for kind in KINDS if kind.name == name]
@@ -237,14 +236,13 @@ class Attack:
                 flagged += [one for one in tried if is_read and one not in accepted]
             elif not kind.needs_all or len(accepted) == len(tried) > 1:
                 flagged += accepted
-        report.answers, report.rows = len(trials), len({one.row for one in trials})
+        rows = [one.row for one in trials]
+        report.answers, report.rows = len(trials), len({*rows})
         report.flagged = len({one.row for one in flagged})
         for one in sorted(flagged, key=lambda one: len(one.answer))[:1]:
             report.smallest, report.score = one.answer, one.score
-        for _, group in itertools.groupby(trials, key=lambda one: one.row):
-            tried = list(group)
-            report.earned += max(one.score for one in tried)
-            report.right += max(one.bounds[0] for one in tried)
+        best = [max((one for one in trials if one.row == row), key=lambda one: one.score) for row in {*rows}]
+        report.earned, report.right = sum(one.score for one in best), sum(one.bounds[0] for one in best)
         if kind.level == "free" and not self._report.graded:
             gained = [(one.share, one.answer) for one in trials if 0 < one.share < least]
             report.bonus, report.bonus_for = max(gained, default=(0.0, ""))

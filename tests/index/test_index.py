@@ -19,7 +19,6 @@ from reward_loop.index.filters import SampleFilter
 from reward_loop.index.index import CURSORS, Index, IndexFailedError, open_index
 from reward_loop.index.questions import run, steps
 from reward_loop.records import Records, resumed_row
-from reward_loop.records.reader import NoRecordsError
 from reward_loop.view.app import Follower
 from tests.records.rows import sample, write
 from tests.support.counted import rows_that_count
@@ -218,20 +217,6 @@ def test_chunks_are_loaded_one_by_one_if_the_memory_does_not_suffice(
     assert set(loaded[1:]) == {1}
 
 
-def test_chunks_that_a_killed_viewer_left_are_deleted(folder: Path, cache: Path) -> None:
-    many(folder, 1)
-    build(folder)
-    (path,) = cache.rglob("*.duckdb")
-    left = path.with_name(f"{path.name}.chunks")
-    left.mkdir()
-    (left / "7.jsonl").write_text("{}")
-    many(folder, 1)
-    with Index(folder) as index:
-        assert index.update()
-        assert len(index.rows("SELECT id FROM samples")) == 4
-    assert not left.exists()
-
-
 def test_the_next_start_reads_only_what_is_new(folder: Path, writer: Records) -> None:
     build(folder)
     record(writer, "b")
@@ -308,17 +293,6 @@ def test_summaries_follow_new_rows(folder: Path) -> None:
         outcomes = [found[kind]["outcomes"] for kind in ("training", "validation")]
         assert outcomes == [{"scored": 5, "unscored": 0, "failed": 2}, {"scored": 1, "unscored": 0, "failed": 0}]
         assert found["models"] == ["judge-7b"]
-
-
-@pytest.mark.parametrize("name", ["missing", "empty", "file"])
-def test_a_folder_without_records_is_an_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("x")
-    with (
-        pytest.raises(NoRecordsError, match=r"it does not exist|contains no records|it is a file"),
-        Index(tmp_path / name),
-    ):
-        pass
 
 
 def test_records_of_a_newer_version_are_an_error(folder: Path, writer: Records) -> None:
