@@ -632,5 +632,6 @@ def _show(report: CheckReport, out: Console) -> None:
         style = _STYLES[finding.status]
         checks.add_row(f"[{style}]{finding.status}[/]", finding.check, escape(finding.text))
     for part in (f"{escape(report.function)}: {kind}", table, checks):
-        out.print(part, end="\n\n")
+        out.print(part)
+        out.print()
     out.print(f"{counted(len(report.problems), 'problem') if report.problems else 'no problems'} found")
