@@ -43,12 +43,14 @@ def load_function(path: str, name: str | None = None) -> Any:
 
         compute_score = load_function("rewards.py:compute_score")
     """
+    spec = path
     if _split(path)[1] is None:
-        path, name = f"{path}:{name or 'compute_score'}", None
+        name = name or "compute_score"
+        spec = f"{path}:{name}"
     loaded = load_object(path, name)
     if not callable(loaded) and not callable(getattr(loaded, "compute_score", None)):
         raise FunctionLoadError(
-            f"{path} is a {type(loaded).__name__}, which cannot be called: name a function, a callable "
+            f"{spec} is a {type(loaded).__name__}, which cannot be called: name a function, a callable "
             "object, or a class with a `compute_score` method"
         )
     return loaded

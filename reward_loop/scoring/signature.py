@@ -346,13 +346,15 @@ def _name(function: Any) -> str:
 
 
 _SHARED = frozenset((type(None), bool, int, float, str, bytes))
-_CONTAINERS = (dict, list, tuple, set, bytearray, deque, UserDict, UserList)
+_CONTAINERS = (dict, list, deque, UserDict, UserList)
+"""Containers whose items are copied one by one. Not all mappings: `os.environ` and the files of `shelve` are some."""
 
 
 def own_copy(value: Any, *, objects: bool = True) -> Any:
     """Return a value that shares nothing mutable with the given one.
 
-    Shared are numbers, texts, tuples of them, and objects that cannot be copied, such as a lock.
+    Containers are copied item by item. Shared are numbers, texts, tuples of them, the members of sets, which cannot
+    change, and objects that cannot be copied, such as a lock.
 
     Args:
         value: the value.
@@ -372,13 +374,19 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
     if kind is list:
         shared = _SHARED.issuperset(map(type, value))
         return value.copy() if shared else [own_copy(item, objects=objects) for item in value]
-    if kind is tuple:
-        items = [own_copy(item, objects=objects) for item in value]
-        return value if all(one is other for one, other in zip(items, value, strict=True)) else tuple(items)
-    if not (objects or isinstance(value, _CONTAINERS) or kind.__module__ == "numpy"):
-        return value
     try:
-        return copy.deepcopy(value)
+        if isinstance(value, tuple):
+            items = [own_copy(item, objects=objects) for item in value]
+            same = all(one is other for one, other in zip(items, value, strict=True))
+            return value if same else tuple.__new__(kind, items)  # a named tuple takes its items as arguments
+        if isinstance(value, _CONTAINERS):
+            copied = copy.copy(value)
+            for key, item in value.items() if isinstance(value, dict | UserDict) else enumerate(value):
+                copied[key] = own_copy(item, objects=objects)
+            return copied
+        if isinstance(value, set | bytearray):
+            return copy.copy(value)
+        return copy.deepcopy(value) if objects or kind.__module__ == "numpy" else value
     except RecursionError:
         raise
     except Exception:

@@ -89,7 +89,6 @@ async def test_a_call_that_ends_badly_fails_all_and_names_them():
     results = await ListScoringFunction(function)([RewardSample("x", uid=f"u{i}") for i in range(10)])
     assert {result.outcome for result in results} == {Outcome.FAILED}
     assert "u0, u1" in results[0].error
-    assert "2 more" in results[0].error
     assert "KeyError: 'rubric'" in results[0].error
     assert "test_batched.py" in results[0].error
 
