@@ -62,10 +62,7 @@ class Servers:
         command = [*under, sys.executable, "-m", "reward_loop.router.app", "--port", str(port)]
         command += ["--options", json.dumps(options)]
         command += [part for url in backends for part in ("--worker", json.dumps({"url": url}))]
-        url, process, ready = self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
-        # The router imports its control plane in a thread after it is ready. This request waits for that import.
-        with urllib.request.urlopen(url + "/workers", timeout=60):
-            return url, process, ready
+        return self.start(command, f"http://127.0.0.1:{port}", "/ready", "reward_loop")
 
     def start_peer(
         self, module: str, python: str, backends: list[str], policy: str = "round_robin"

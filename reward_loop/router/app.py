@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Self
+from typing import Self
 
 import orjson
 import uvloop
@@ -27,6 +27,7 @@ from reward_loop.config import parse
 from reward_loop.errors import ConfigError
 from reward_loop.router.backend import Backend, check_health
 from reward_loop.router.config import API_KEY_VARIABLE, WORKER_API_KEY_VARIABLE, BackendConfig, RouterConfig
+from reward_loop.router.control import control_plane
 from reward_loop.router.http_server import ClientRequest, HttpServer, WaitsFor
 from reward_loop.router.messages import Refusal, find
 from reward_loop.router.pool import BackendPool
@@ -39,60 +40,6 @@ _CONTROL_PATHS = frozenset({"/metrics", "/workers", "/workers/hung", "/workers/m
 
 _CONTROL_BODY_BYTES = 1024 * 1024
 """The longest request body of the control plane, in bytes: parsing it blocks the event loop."""
-
-
-class TimeLimit:
-    """Cancels tasks that run longer than a time limit.
-
-    It costs 3 µs less per task than `asyncio.timeout`, a tenth of the router's time for a request: all tasks
-    have the same limit, so they end in the order in which they started, and one timer serves all of them.
-
-    Create it in a running event loop.
-
-    Args:
-        seconds: the limit.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._deadlines: dict[asyncio.Task[Any], float] = {}
-        """The deadlines of the running tasks, the earliest one first."""
-        self._exceeded: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self, task: asyncio.Task[Any]) -> None:
-        """Start the time of a task. Call :meth:`stop` at its end."""
-        self._deadlines[task] = deadline = self._loop.time() + self.seconds
-        if self._timer is None:
-            self._timer = self._loop.call_at(deadline, self._cancel_late)
-
-    def stop(self, task: asyncio.Task[Any]) -> None:
-        """Stop the time of a task."""
-        self._deadlines.pop(task, None)
-        self._exceeded.discard(task)
-
-    def is_exceeded(self, task: asyncio.Task[Any]) -> bool:
-        """Return whether a task that has not been stopped was cancelled because it exceeded the limit."""
-        return task in self._exceeded
-
-    def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _cancel_late(self) -> None:
-        now = self._loop.time()
-        self._timer = None
-        while self._deadlines:
-            task, deadline = next(iter(self._deadlines.items()))
-            if deadline > now:
-                self._timer = self._loop.call_at(deadline, self._cancel_late)
-                return
-            del self._deadlines[task]
-            # Before the cancellation: `is_exceeded` distinguishes it from that of a client which has disconnected.
-            self._exceeded.add(task)
-            task.cancel()
 
 
 class Router:
@@ -130,34 +77,31 @@ class Router:
         configs = [BackendConfig(url=backend) if isinstance(backend, str) else backend for backend in backends]
         self.pool = BackendPool(configs, check, config)
         self.proxy = Proxy(self.pool, config)
-        self._limit = TimeLimit(config.request_timeout_s)
-        self._control_body_bytes = min(config.max_body_bytes, _CONTROL_BODY_BYTES)
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = config.request_timeout_s
         self._credentials = config.api_key.encode() if config.api_key else None
         self._trusted = frozenset(config.trusted_addresses)
         self._is_open = self._credentials is None and not self._trusted
-        self._control: asyncio.Task[Callable[[ClientRequest, bytes], Awaitable[None]]]
+        self._control = control_plane(self.pool, self.proxy)
 
     async def __aenter__(self) -> Self:
         await self.pool.__aenter__()
-        self._control = asyncio.create_task(asyncio.to_thread(self._make_control_plane))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._limit.close()
-        await self._control
         await self.pool.__aexit__()
 
     async def __call__(self, client: ClientRequest) -> None:
         """Serve one request, within the time limit of a request."""
-        task = client.task
-        self._limit.start(task)
+        # Not `asyncio.timeout`, which takes 3 µs more, a tenth of the router's time for a request.
+        timer = self._loop.call_later(self._timeout_s, self._cancel_late, client)
         try:
             if client.path in _HEALTH_PATHS:
                 self._answer_health(client)
             elif not self._is_open and not self._is_admitted(client):
                 raise Refusal(401, "the API key is missing or wrong: send it as a bearer token")
             elif client.path in _CONTROL_PATHS:
-                await self._serve_control_plane(client, task)
+                await self._serve_control_plane(client, timer)
             else:
                 await self.proxy(client)
         except Refusal as refusal:
@@ -165,21 +109,23 @@ class Router:
         except asyncio.CancelledError:
             if not client.started and (backend := self.pool.find(client.waits_for)):
                 self.pool.unanswered(backend)
-            if not self._limit.is_exceeded(task) or task.uncancel() > 0:
+            if not client.late or client.task.uncancel() > 0:
                 raise  # The client disconnected, or the router stops.
             self._refuse(client, self._late(client))
         finally:
-            self._limit.stop(task)
+            timer.cancel()
+
+    def _cancel_late(self, client: ClientRequest) -> None:
+        client.late = True
+        client.task.cancel()
 
     # FastAPI receives only the paths of the control plane: with a catch-all route of FastAPI, a router forwarded
     # 3,428 requests/s, with a plain ASGI app 9,387.
-    async def _serve_control_plane(self, client: ClientRequest, task: asyncio.Task[None]) -> None:
+    async def _serve_control_plane(self, client: ClientRequest, timer: asyncio.TimerHandle) -> None:
         self._refuse_web_pages(client)
-        body = await client.read_body(self._control_body_bytes)
-        self._limit.stop(task)  # Removing a server waits for its requests in flight.
-        # Shielded: all requests of the control plane await this task, so one that is cancelled must not end it.
-        answer = await asyncio.shield(self._control)
-        await answer(client, body)
+        body = await client.read_body(_CONTROL_BODY_BYTES)
+        timer.cancel()  # Removing a server waits for its requests in flight.
+        await self._control(client, body)
 
     def _is_admitted(self, client: ClientRequest) -> bool:
         """Return whether a request has the API key, or comes from a trusted address."""
@@ -216,24 +162,14 @@ class Router:
 
     def _late(self, client: ClientRequest) -> Refusal:
         """Return the error for a request that has passed its deadline."""
-        timeout = f"{self._limit.seconds:g} s"
+        timeout = f"{self._timeout_s:g} s"
         match client.waits_for:
-            case WaitsFor.TURN:
-                inside = self.proxy.gate.inside
-                message = f"the request waited {timeout} in the queue: {inside} requests are in flight"
-                return Refusal(503, message, close=True)
             case WaitsFor.BODY:
                 return Refusal(408, f"the body did not arrive within {timeout}", close=True)
             case WaitsFor.SERVER:
                 return Refusal(503, f"no reward model server was available for {timeout}: {self.pool.describe()}")
             case url:
                 return Refusal(504, f"{url} did not answer within {timeout}, the time limit of a request")
-
-    def _make_control_plane(self) -> Callable[[ClientRequest, bytes], Awaitable[None]]:
-        # Importing FastAPI took 2 s on a busy machine: this runs in a thread while the router already serves requests.
-        from reward_loop.router.control import control_plane
-
-        return control_plane(self.pool, self.proxy)
 
 
 logger = logging.getLogger("reward_loop.router.app")  # also where this module is the program
@@ -257,25 +193,15 @@ def run_router(backends: list[BackendConfig], config: RouterConfig, listener: so
     if own in [backend.url for backend in backends]:
         raise ConfigError(f"--worker {own}: this is the router itself; name the address of a model server")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    room, connections = _room_for(config.max_in_flight, config.max_queue)
-    if room < config.max_in_flight:
-        logger.warning(
-            "max_in_flight is %d, not %d: the limit on open files is too low, raise it with `ulimit -n`",
-            room,
-            config.max_in_flight,
-        )
-        config = config.model_copy(update={"max_in_flight": room})
     # Imported objects live until the process exits: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(backends, config, listener, connections))
+        runner.run(_serve(backends, config, listener))
 
 
-async def _serve(
-    backends: list[BackendConfig], config: RouterConfig, listener: socket.socket, connections: int
-) -> None:
+async def _serve(backends: list[BackendConfig], config: RouterConfig, listener: socket.socket) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -283,7 +209,7 @@ async def _serve(
     # After the signal handlers: a program that has read this line may send SIGTERM at once.
     print(f"router listens on {url_of(listener)}", flush=True)
     async with Router(backends, config) as router:
-        server = HttpServer(router, config.max_header_bytes, max_connections=connections)
+        server = HttpServer(router, max_connections=_max_connections())
         server.start(listener)
         await stopping.wait()
         logger.info("the router is stopping")
@@ -291,19 +217,17 @@ async def _serve(
         await server.stop()
 
 
-def _room_for(requests: int, queue: int) -> tuple[int, int]:
-    """Raise the limit on open files as far as allowed; return how many requests in flight and clients it permits.
+def _max_connections() -> int | None:
+    """Raise the limit on open files as far as allowed; return how many clients it permits, ``None`` for any number.
 
-    Each request in flight has two connections, to the client and to the server; a request in the queue has one.
+    Each client has a request in flight at most, with a second connection, to the server. Further clients wait.
     """
     raise_descriptor_limit()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
-        files = 2 * requests + queue + _SPARE_FILES
+        return None
     # A quarter of a low limit: all of it would leave no room for requests.
-    usable = files - min(_SPARE_FILES, files // 4)
-    requests = min(requests, max(1, usable // 2))
-    return requests, max(1, usable - requests)
+    return max(1, (files - min(_SPARE_FILES, files // 4)) // 2)
 
 
 def main() -> int:

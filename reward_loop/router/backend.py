@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import orjson
@@ -30,17 +28,6 @@ ANY = Route()
 """The route of requests that every server can answer."""
 
 
-class BackendState(StrEnum):
-    """Whether a server receives requests; :mod:`~reward_loop.router.pool` has the table of states and transitions."""
-
-    DOWN = "down"
-    """Not in use: health checks are repeated until one succeeds."""
-    UP = "up"
-    """In use."""
-    LOST = "lost"
-    """Its process has died, and its owner will not restart it."""
-
-
 # eq=False: a server is a key of dicts, and equal only to itself.
 @dataclass(slots=True, eq=False)
 class Backend:
@@ -48,14 +35,15 @@ class Backend:
 
     config: BackendConfig
     upstream: Upstream
-    state: BackendState = BackendState.DOWN
+    up: bool = False
+    """Whether it is in use. If not, health checks are repeated until one succeeds."""
     last_error: str | None = None
     """Why the server is out of use: its latest failure, or that of its latest health check; ``None`` in use."""
     requests: int = 0
     """The number of requests sent so far."""
     in_flight: int = 0
     """The number of requests in flight."""
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = field(init=False)
     """The names of the models that it serves; empty if unknown."""
     statuses: dict[int, int] = field(default_factory=dict)
     """The number of answers for each HTTP status."""
@@ -73,14 +61,10 @@ class Backend:
     """The number of failed health checks in a row while the server is in use."""
     hung: bool = False
     """Whether the server is out of use because its engine does not answer, although its health checks succeed."""
-    reported_at: float = 0.0
-    """When its owner last asked for hung servers and this was the answer, in seconds of `time.monotonic`."""
     unanswered: int = 0
     """The number of requests in a row that ended without an answer at their deadline."""
     silent_reads: int = 0
     """The value of `Upstream.reads` at the first of them."""
-    frozen: bool = False
-    """Whether the server is out of use because it accepts connections but its health checks time out."""
     outages: int = 0
     """How often the server was taken out of use since a request last succeeded."""
     healthy_at: float = 0.0
@@ -90,7 +74,7 @@ class Backend:
     taken_out: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server is taken out of use; starts its readmission."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last request in flight ends, and when the state changes."""
+    """Set when the last request in flight ends."""
 
     url: str = field(init=False)
     """``http://host:port``"""
@@ -100,6 +84,12 @@ class Backend:
     def __post_init__(self) -> None:
         self.url = self.config.url
         self.header = BACKEND, self.url.encode()
+        self.models = self.config.models
+
+    @property
+    def state(self) -> str:
+        """``up`` or ``down``, for messages."""
+        return "up" if self.up else "down"
 
     def begin(self) -> None:
         """Count a request that is being sent."""
@@ -129,44 +119,41 @@ logger = logging.getLogger(__name__)
 _BODY_UP_TO = 4 * 1024 * 1024
 
 
-class UnhealthyError(ServerError):
-    """A server answered a health check with a status of 400 or above."""
-
-
 class AsleepError(ServerError):
     """The server is healthy, but its engine sleeps: a request to it would hang."""
 
 
 async def check_health(backend: Backend) -> None:
-    """Check a server's health; while the server is DOWN, also updates its `models`.
+    """Check a server's health; while the server is out of use, also update its `models`.
 
     Raises:
-        UnhealthyError: the server answered with a status of 400 or above.
         AsleepError: the server's engine sleeps.
+        ServerError: the server answered with a status of 400 or above.
         UpstreamError: the server sent no complete answer.
     """
-    status, _ = await _get(backend.upstream, "/health")
+    status, _ = await _request(backend.upstream, b"GET", "/health")
     if status >= 400:
-        raise UnhealthyError(f"GET /health returned {status}")
+        raise ServerError(f"GET /health returned {status}")
     if backend.config.engine == "vllm":
         # /health of a sleeping engine is 200. Servers that cannot sleep do not have /is_sleeping.
-        status, body = await _get(backend.upstream, "/is_sleeping")
+        status, body = await _request(backend.upstream, b"GET", "/is_sleeping")
         if status == 200 and _decoded(body).get("is_sleeping") is True:
             raise AsleepError("the engine is asleep")
     # Not at each check of a server in use: requests for unknown models have it asked again (`ask_for_model`).
-    if backend.state is BackendState.DOWN:
+    if not backend.up:
         await update_models(backend)
 
 
-async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
+async def update_models(backend: Backend, wanted: str | None = None) -> None:
     """Ask a server for its models, and update its `models`; if it sends no list, they stay as they are.
 
     Args:
-        backend: the server. If its configuration names models, it has these, and the wanted ones that it lists.
-        wanted: names that requests used.
+        backend: the server. If its configuration names models, it has these, and of those that it lists only the wanted
+            one, and those that were wanted before.
+        wanted: a name that a request used.
     """
     try:
-        status, body = await _get(backend.upstream, "/v1/models")
+        status, body = await _request(backend.upstream, b"GET", "/v1/models")
     except UpstreamError as error:
         logger.info("the models of %s are unknown: %s", backend.url, error)
         return
@@ -174,8 +161,8 @@ async def update_models(backend: Backend, wanted: Container[str] = ()) -> None:
     if isinstance(cards, list):
         listed = tuple(card["id"] for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str))
         named = backend.config.models
-        learned = tuple(name for name in listed if name in wanted and name not in named)
-        backend.models = named + learned if named else listed
+        known = {wanted, *backend.models}
+        backend.models = named + tuple(name for name in listed if name in known - {*named}) if named else listed
 
 
 async def ask_for_one_token(backend: Backend) -> None:
@@ -193,10 +180,6 @@ async def ask_for_one_token(backend: Backend) -> None:
         path = "/v1/chat/completions"
         fields |= {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
     await _request(backend.upstream, b"POST", path, orjson.dumps(fields))
-
-
-async def _get(upstream: Upstream, path: str) -> tuple[int, bytes]:
-    return await _request(upstream, b"GET", path)
 
 
 async def _request(upstream: Upstream, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:

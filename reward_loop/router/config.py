@@ -59,10 +59,6 @@ class SharedRouterOptions(Config):
     below the timeout of the clients (300 s in `reward_loop.client`), so that they get the router's explanation: raise
     it for requests with a longer timeout."""
 
-    max_in_flight: int = Field(default=16384, ge=1)
-    """The largest number of requests that the router sends to the servers at the same time; further ones wait. Each
-    needs two of the router's open files (``ulimit -n``)."""
-
     # By these three defaults, a frozen server is found within 10 s: one interval, and two checks that time out.
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds between two of the router's health checks of a server in use."""
@@ -83,21 +79,6 @@ class RouterConfig(SharedRouterOptions):
     requests in flight; ``affinity``, the same one for all generative requests of a group, which share a prefix cache,
     unless that server has far more requests in flight than the others. The group is in the header
     ``x-reward-loop-group``, as the library's client sends it, or else the beginning of the prompt."""
-
-    max_attempts: int = Field(default=4, ge=1)
-    """The number of servers on which a request may fail before the failure is returned to the client."""
-
-    max_failures: int = Field(default=5, ge=1)
-    """After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
-
-    max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
-    """Longer request bodies are answered with 413."""
-
-    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
-    """Longer request heads are answered with 431, or with 414 if the URL is too long."""
-
-    max_queue: int = Field(default=16384, ge=0)
-    """The maximum number of waiting requests; further requests are answered with 503 and ``Retry-After``."""
 
     api_key: str | None = Field(default=None, min_length=1, repr=False)
     """The API key that clients must send as a bearer token with every request, except for ``/health``, ``/live`` and

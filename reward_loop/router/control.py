@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from reward_loop._util.text import shorten
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.http_server import ClientRequest
 from reward_loop.router.messages import Refusal
@@ -80,13 +80,13 @@ def _app(pool: BackendPool, proxy: Proxy) -> FastAPI:
         await pool.remove(find(url))
 
     @app.post("/workers/hung")  # not GET, which any web page can send: the report would not reach the owner
-    async def next_hung() -> str:
-        """Wait until a server is hung, and return its URL; its owner restarts it."""
-        return (await pool.next_hung()).url
+    async def next_hung() -> list[str]:
+        """Wait until a server is hung, and return the URLs of such servers; their owner restarts them."""
+        return await pool.next_hung()
 
     @app.post("/workers/mark_dead")
-    async def mark_dead(url: str, reason: str, lost: bool = False) -> None:
-        pool.mark_dead(find(url), reason, lost=lost)
+    async def mark_dead(url: str, reason: str) -> None:
+        pool.mark_dead(find(url), reason)
 
     def find(url: str) -> Backend:
         backend = pool.find(url)
@@ -162,36 +162,24 @@ Sample = tuple[dict[str, str], float]
 def render(pool: BackendPool, proxy: Proxy) -> bytes:
     """Return the current counters in Prometheus' text format."""
     servers = [({"worker": one.url, "model": ",".join(one.models)}, one) for one in pool.backends]
-
-    def each(value: Callable[[Backend], float]) -> list[Sample]:
-        return [(labels, value(backend)) for labels, backend in servers]
-
-    states = [
-        ({**labels, "state": state.value}, float(backend.state is state))
-        for labels, backend in servers
-        for state in BackendState
+    answers: list[Sample] = [
+        ({**labels, "status": str(status)}, count)
+        for labels, one in servers
+        for status, count in sorted(one.statuses.items())
     ]
-    answers = [
-        ({**labels, "status": str(status)}, float(count))
-        for labels, backend in servers
-        for status, count in sorted(backend.statuses.items())
-    ]
-    refused = [({"status": str(status)}, float(count)) for status, count in sorted(proxy.log.refused.items())]
-    metrics: dict[str, tuple[str, list[Sample]]] = {
-        "requests_in_flight": ("gauge", [({}, proxy.gate.inside)]),
-        "requests_queued": ("gauge", [({}, proxy.gate.waiting)]),
-        "refused_total": ("counter", refused),
-        "worker_state": ("gauge", states),
-        "worker_in_flight": ("gauge", each(lambda one: one.in_flight)),
-        "answers_total": ("counter", answers),
-        "latency_seconds_total": ("counter", each(lambda one: one.latency_sum_s)),
-        "broken_total": ("counter", each(lambda one: one.broken)),
-        "retries_total": ("counter", each(lambda one: one.retries)),
-        "ejections_total": ("counter", each(lambda one: one.ejections)),
+    metrics: dict[str, list[Sample]] = {
+        "refused_total": [({"status": str(status)}, count) for status, count in sorted(proxy.log.refused.items())],
+        "worker_up": [(labels, one.up) for labels, one in servers],
+        "worker_in_flight": [(labels, one.in_flight) for labels, one in servers],
+        "answers_total": answers,
+        "latency_seconds_total": [(labels, one.latency_sum_s) for labels, one in servers],
+        "broken_total": [(labels, one.broken) for labels, one in servers],
+        "retries_total": [(labels, one.retries) for labels, one in servers],
+        "ejections_total": [(labels, one.ejections) for labels, one in servers],
     }
     lines = []
-    for name, (kind, samples) in metrics.items():
-        lines.append(f"# TYPE {_PREFIX}{name} {kind}")
+    for name, samples in metrics.items():
+        lines.append(f"# TYPE {_PREFIX}{name} {'counter' if name.endswith('_total') else 'gauge'}")
         for labels, value in samples:
             # Models may have any name. orjson escapes quotes, backslashes and line ends as the format does.
             shown = ",".join(f"{key}={orjson.dumps(text).decode()}" for key, text in labels.items())

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -30,8 +31,9 @@ import httptools
 from reward_loop.errors import ServerError
 from reward_loop.router.messages import HOP_BY_HOP, RawHeader, end_to_end, find, to_wire
 
-_IDLE_S = 4.0
-"""Idle connections are closed after this time, in seconds; servers that run in uvicorn close theirs after 5 s."""
+_IDLE_S = 2.0
+"""Connections that have been idle for this time, in seconds, are closed when another request ends, such as one of the
+health checks. Servers that run in uvicorn close theirs after 5 s."""
 
 _CONNECT_S = 10.0
 """The timeout for opening a connection, in seconds."""
@@ -215,7 +217,6 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._answer: BackendAnswer | None = None
         self._arrival: asyncio.Future[BackendAnswer]
-        self._paused = False
         self._is_check = False
 
     @property
@@ -269,14 +270,12 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Stop reading from the server, if the connection is open."""
-        if not self._paused and not self.closed:
-            self._paused = True
+        if not self.closed:
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Continue to read from the server, if the connection is open."""
-        if self._paused and not self.closed:
-            self._paused = False
+        if not self.closed:
             self._transport.resume_reading()
 
     # asyncio's callbacks
@@ -321,8 +320,7 @@ class Connection(asyncio.Protocol):
         answer.complete = True
         # If the server answered before it read the whole request, the connection cannot be reused.
         if keep and not self._transport.get_write_buffer_size():
-            if self._paused:
-                self.resume()
+            self.resume()
             self._upstream.release(self)
         else:
             self.close()
@@ -361,8 +359,8 @@ class Upstream:
         if api_key:
             own.append((b"authorization", b"Bearer " + api_key.encode()))
         self._own_headers = b" HTTP/1.1\r\n" + to_wire(own)
-        self._idle: list[Connection] = []
-        self._trimming: asyncio.TimerHandle | None = None
+        self._idle: deque[Connection] = deque()
+        """The idle connections, the oldest first."""
 
     def request(
         self, method: bytes, target: bytes, headers: bytes = b"", body: bytes = b"", *, is_check: bool = False
@@ -415,14 +413,14 @@ class Upstream:
     def release(self, connection: Connection) -> None:
         """Return a connection to the pool, after its answer is complete."""
         self.busy.discard(connection)
-        connection.idle_since = time.monotonic()
+        connection.idle_since = now = time.monotonic()
         self._idle.append(connection)
-        if self._trimming is None:
-            self._trimming = self.loop.call_later(_IDLE_S, self._trim)
+        while self._idle[0].idle_since < now - _IDLE_S:
+            self._idle.popleft().close()
 
     def _take_idle(self) -> Connection | None:
         while self._idle:
-            # The newest first: the server has least likely closed it, and the others become old enough to be closed.
+            # The newest: the server has least likely closed it, and the others become old enough to be closed.
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
@@ -452,22 +450,7 @@ class Upstream:
             # The time limit of the request, or the timeout of the health check, bounds these attempts.
             await asyncio.sleep(_FULL_S)
 
-    def _trim(self) -> None:
-        """Close the connections that have been idle for too long; the list starts with the oldest."""
-        # Half, because the checks are this far apart: no connection is idle for longer than `_IDLE_S`.
-        before = time.monotonic() - _IDLE_S / 2
-        old = 0
-        while old < len(self._idle) and (self._idle[old].closed or self._idle[old].idle_since < before):
-            self._idle[old].close()
-            old += 1
-        del self._idle[:old]
-        self._trimming = self.loop.call_later(_IDLE_S / 2, self._trim) if self._idle else None
-
     def close_idle(self) -> None:
         """Close the idle connections."""
-        idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-        if self._trimming:
-            self._trimming.cancel()
-            self._trimming = None
+        while self._idle:
+            self._idle.pop().close()

@@ -27,36 +27,21 @@ from reward_loop.router.messages import RawHeader, Refusal, body_too_long, find,
 _UNREAD_UP_TO = 64 * 1024
 """Reading from the client pauses while more bytes of a body than this wait to be read."""
 
+_MAX_HEAD_BYTES = 64 * 1024
+"""Longer heads are refused with 431, or with 414 if the URL is too long."""
+
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 
-class Flow:
-    """The transport of a client's connection, with the state of its flow control."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
-        self.writable = asyncio.Event()
-        """Set while the write buffer has room. It fills if the client does not read its answers."""
-        self.writable.set()
-        self.reading_paused = False
-
-    def pause_reading(self) -> None:
-        """Stop reading from the client."""
-        if not self.reading_paused:
-            self.reading_paused = True
-            self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Continue to read from the client."""
-        if self.reading_paused:
-            self.reading_paused = False
-            self.transport.resume_reading()
+def _resume(transport: asyncio.Transport) -> None:
+    """Continue to read from a client, if the connection is open."""
+    if not transport.is_closing():
+        transport.resume_reading()
 
 
 class WaitsFor(StrEnum):
     """What a request waits for, if not for the answer of a server."""
 
-    TURN = "its turn"
     BODY = "its body"
     SERVER = "a server"
 
@@ -67,7 +52,8 @@ class ClientRequest:
     The answer is sent with :meth:`answer`, or in parts with :meth:`start`, :meth:`write` and :meth:`end`.
 
     Args:
-        flow: the connection.
+        transport: that of the connection.
+        writable: set while the write buffer has room. It fills if the client does not read its answers.
         method: the HTTP method.
         url: the URL of the request line; the parser's `HttpParserInvalidURLError` is raised if it is invalid.
         version: the HTTP version, such as ``1.1``.
@@ -76,7 +62,15 @@ class ClientRequest:
     """
 
     def __init__(
-        self, flow: Flow, method: str, url: bytes, version: str, headers: list[RawHeader], *, keep_alive: bool
+        self,
+        transport: asyncio.Transport,
+        writable: asyncio.Event,
+        method: str,
+        url: bytes,
+        version: str,
+        headers: list[RawHeader],
+        *,
+        keep_alive: bool,
     ) -> None:
         self.method = method
         self.path, self.target = _parse_target(url)
@@ -89,11 +83,14 @@ class ClientRequest:
         """Whether the answer has begun."""
         self.answered = False
         """Whether the answer is complete."""
-        self.waits_for: str = WaitsFor.TURN
+        self.late = False
+        """Whether the task was cancelled because the time limit of a request has passed."""
+        self.waits_for: str = WaitsFor.BODY
         """A `WaitsFor`, or the URL of the server whose answer the request waits for."""
         self.task: asyncio.Task[None]
         """The task that serves the request."""
-        self._flow = flow
+        self._transport = transport
+        self._writable = writable
         self._parts: list[bytes] = []
         self._size = 0
         self._limit = 0
@@ -103,7 +100,7 @@ class ClientRequest:
     @property
     def address(self) -> str | None:
         """The IP address of the client; ``None`` if its connection is a Unix socket."""
-        peer = self._flow.transport.get_extra_info("peername")
+        peer = self._transport.get_extra_info("peername")
         return str(peer[0]) if peer else None
 
     @property
@@ -122,7 +119,7 @@ class ClientRequest:
         self._size += len(part)
         if self._received is None:
             if self._size > _UNREAD_UP_TO:
-                self._flow.pause_reading()
+                self._transport.pause_reading()
         elif self._size > self._limit and not self._received.done():
             self._received.set_exception(body_too_long(self._limit))
 
@@ -154,11 +151,10 @@ class ClientRequest:
         if (body := self.received_body(limit)) is not None:
             return body
         if self._expects_continue():
-            self._flow.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._limit = limit
-        self.waits_for = WaitsFor.BODY
         self._received = asyncio.get_running_loop().create_future()
-        self._flow.resume_reading()
+        _resume(self._transport)
         await self._received
         return b"".join(self._parts)
 
@@ -171,7 +167,7 @@ class ClientRequest:
     def answer(self, status: int, headers: list[RawHeader], body: bytes) -> None:
         """Send a complete answer; `headers` include ``Content-Length``. For HEAD requests, the body is left out."""
         self.answered = True
-        self._flow.transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
+        self._transport.write(self._message(status, headers, b"", b"" if self.method == "HEAD" else body))
 
     def answer_json(self, body: bytes) -> None:
         """Send a complete answer with status 200."""
@@ -188,18 +184,18 @@ class ClientRequest:
         """Send the head of an answer; without a ``Content-Length``, its body is sent in chunks."""
         self._chunked = find(headers, b"content-length") is None
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
-        self._flow.transport.write(self._message(status, headers, framing, b""))
+        self._transport.write(self._message(status, headers, framing, b""))
 
     async def write(self, part: bytes) -> None:
         """Send a part of the body, which is not empty; wait while the client does not read."""
-        self._flow.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
-        await self._flow.writable.wait()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
+        await self._writable.wait()
 
     def end(self) -> None:
         """End the body."""
         self.answered = True
         if self._chunked:
-            self._flow.transport.write(b"0\r\n\r\n")
+            self._transport.write(b"0\r\n\r\n")
 
     def _message(self, status: int, headers: list[RawHeader], framing: bytes, body: bytes) -> bytes:
         self.started = True
@@ -249,7 +245,6 @@ class HttpServer:
         handler: serves a request, in a task of its own. The task is cancelled when the client disconnects. After a
             :class:`~reward_loop.router.http_server.ClientRequest` without a complete answer, the connection is
             closed.
-        max_head_bytes: longer heads are refused with 431, or with 414 if the URL is too long.
         keep_alive_s: connections without a request are closed after this time, in seconds, and those whose client
             does not read its answer. It is longer than clients keep idle connections, so that the client closes them,
             not the server.
@@ -260,12 +255,10 @@ class HttpServer:
     def __init__(
         self,
         handler: Callable[[ClientRequest], Awaitable[None]],
-        max_head_bytes: int = 64 * 1024,
         keep_alive_s: float = 75.0,
         max_connections: int | None = None,
     ) -> None:
         self.handler = handler
-        self.max_head_bytes = max_head_bytes
         self.keep_alive_s = keep_alive_s
         self.loop = asyncio.get_running_loop()
         self._max_connections = max_connections
@@ -370,7 +363,8 @@ class _Connection(asyncio.Protocol):
         # A client may send more bytes after a request with "Connection: close"; they are ignored.
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._transport: asyncio.Transport
-        self._flow: Flow
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._timer: asyncio.TimerHandle
         self._unread: asyncio.TimerHandle | None = None
         """Closes the connection while its client does not read."""
@@ -395,7 +389,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._flow = Flow(self._transport)
         self._server.add(self)
         self._timer = self._server.loop.call_later(self._server.keep_alive_s, self._check_idle)
 
@@ -416,7 +409,7 @@ class _Connection(asyncio.Protocol):
             if not self._wants_websocket():
                 self._ignore_upgrade(data[upgrade.args[0] :])
                 return
-        if self._unproductive_bytes > self._server.max_head_bytes:
+        if self._unproductive_bytes > _MAX_HEAD_BYTES:
             self._fail(self._too_long())
         else:
             # Called after parsing, so that a body that arrived with the head is complete when its task starts.
@@ -424,11 +417,11 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         # With a bound: a client that does not read would keep its connection, an open file, for as long as it wishes.
-        self._flow.writable.clear()
+        self._writable.clear()
         self._unread = self._server.loop.call_later(self._server.keep_alive_s, self.abort)
 
     def resume_writing(self) -> None:
-        self._flow.writable.set()
+        self._writable.set()
         if self._unread:
             self._unread.cancel()
 
@@ -446,7 +439,7 @@ class _Connection(asyncio.Protocol):
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
-        if self._request or not self._flow.writable.is_set():
+        if self._request or not self._writable.is_set():
             raise Refusal(400, "a request arrived before the client had read the answer to the last one", close=True)
         self._url = b""
         self._headers = []
@@ -460,10 +453,10 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
-        if self._head_up_to > self._server.max_head_bytes:
+        if self._head_up_to > _MAX_HEAD_BYTES:
             # Only now exactly: nearly all heads are far below the limit.
             length = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if length > self._server.max_head_bytes:
+            if length > _MAX_HEAD_BYTES:
                 raise self._too_long()  # It is the context of the error that the parser raises.
         upgrades = parser.should_upgrade()
         # `_ignore_upgrade` parses the request again.
@@ -471,7 +464,8 @@ class _Connection(asyncio.Protocol):
             return
         version = parser.get_http_version()
         self._request = ClientRequest(
-            self._flow,
+            self._transport,
+            self._writable,
             parser.get_method().decode("ascii"),
             self._url,
             version,
@@ -506,9 +500,7 @@ class _Connection(asyncio.Protocol):
         request = self._request
         if request and not self._task and not request.started:
             self._task = request.task = self._server.loop.create_task(self._handle(request))
-            # While the request is in flight, only reading detects a disconnect.
-            if self._flow.reading_paused:
-                self._flow.resume_reading()
+            _resume(self._transport)  # While the request is in flight, only reading detects a disconnect.
 
     async def _handle(self, request: ClientRequest) -> None:
         try:
@@ -534,8 +526,7 @@ class _Connection(asyncio.Protocol):
         elif request.answered and request.keep_alive:
             if request.body_complete:
                 self._request = None
-            if self._flow.reading_paused:  # Nothing has read the body.
-                self._flow.resume_reading()
+            _resume(self._transport)  # Nothing may have read the body.
         elif request.answered and (self._stopped_parsing or not request.body_complete):
             self._linger()
         else:
@@ -562,7 +553,7 @@ class _Connection(asyncio.Protocol):
             self._request.keep_alive = False
             self._serve()
             return
-        request = self._request or ClientRequest(self._flow, "", b"/", "1.1", [], keep_alive=False)
+        request = self._request or ClientRequest(self._transport, self._writable, "", b"/", "1.1", [], keep_alive=False)
         request.refuse(error)
         if self._task:
             self._cancel(self._task)
@@ -570,10 +561,11 @@ class _Connection(asyncio.Protocol):
             self._linger()
 
     def _too_long(self) -> Refusal:
-        limit = self._server.max_head_bytes
-        if self._request is None and len(self._url) > limit // 2:
-            return Refusal(414, f"the URL is too long: the head of a request may have {limit} bytes", close=True)
-        return Refusal(431, f"the head or the trailer of the request is longer than {limit} bytes", close=True)
+        if self._request is None and len(self._url) > _MAX_HEAD_BYTES // 2:
+            message = f"the URL is too long: the head of a request may have {_MAX_HEAD_BYTES} bytes"
+            return Refusal(414, message, close=True)
+        message = f"the head or the trailer of the request is longer than {_MAX_HEAD_BYTES} bytes"
+        return Refusal(431, message, close=True)
 
     def _linger(self) -> None:
         """Close the sending side of the connection while the client still sends; received bytes are discarded.
@@ -583,7 +575,7 @@ class _Connection(asyncio.Protocol):
         """
         self._stopped_parsing = True
         self._idle_since = self._server.loop.time()
-        self._flow.resume_reading()
+        _resume(self._transport)
         if not self._transport.is_closing():
             self._transport.write_eof()
 

@@ -1,23 +1,14 @@
 """The servers behind the router: their states, their health checks, and the choice of a server for each request.
 
-Each server has one `BackendState`:
-
-====== ================================= ===============================================================
-State  New requests                      Next state
-====== ================================= ===============================================================
-DOWN   none; they wait                   UP, when a health check succeeds
-UP     yes                               DOWN, after failed requests or checks (`mark_unhealthy`)
-LOST   none; they fail if all are LOST   none
-====== ================================= ===============================================================
-
-`mark_dead` with `lost` applies in all states.
+A server is *up*, and receives requests, from a successful health check until failed requests or checks take it out of
+use (`mark_unhealthy`). Requests wait while all servers that could answer them are down.
 
 Invariants:
 
-- Only `BackendPool` changes the state of a `Backend`. The proxy and the owner of the servers report what they see.
-- Servers in the states DOWN and UP have a task that checks their health; servers in the other states have none.
-- Every change of a state or of the models ends with `_refresh`, which drops the cached groups and wakes
-  all waiters of `acquire`.
+- Only `BackendPool` changes `Backend.up`. The proxy and the owner of the servers report what they see.
+- Each server has a task that checks its health, until it is removed.
+- Every change of `up` or of the models ends with `_refresh`, which drops the cached groups and wakes all waiters of
+  `acquire`.
 """
 
 from __future__ import annotations
@@ -25,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable
@@ -35,29 +25,25 @@ import orjson
 
 from reward_loop._util.retry_after import Backoff
 from reward_loop._util.transient import RouterCode
+from reward_loop.errors import ServerError
 from reward_loop.router.backend import (
     ANY,
     AsleepError,
     Backend,
-    BackendState,
     Route,
     ask_for_one_token,
     update_models,
 )
 from reward_loop.router.config import BackendConfig, Kind, RouterConfig
-from reward_loop.router.http_client import ConnectError, Upstream, UpstreamError
+from reward_loop.router.http_client import ConnectError, MovedError, Upstream, UpstreamError
 from reward_loop.router.messages import LimitedLog, Refusal
 from reward_loop.router.policies import Key, Policy, policy_for
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
-"""The pause before the second health check of a server that is DOWN, in seconds; later ones double."""
+"""The pause before the second health check of a server that is down, in seconds; later ones double."""
 _LONGEST_PAUSE_S = 5.0
-
-_START_CHECK_S = 30.0
-"""The timeout of a health check while a server is DOWN, in seconds, unless `health_timeout_s` is longer. A server that
-is starting may accept connections and answer only when it is ready."""
 
 _ASK_INTERVAL_S = 1.0
 """The least time between two questions to all servers for their models, in seconds: clients may repeat a wrong name."""
@@ -70,8 +56,8 @@ _ONE_TOKEN_S = 30.0
 """The timeout of a request of one token, in seconds, unless `request_timeout_s` is shorter. A server that sends nothing
 until then is hung."""
 
-_REPORT_AGAIN_S = 60.0
-"""Seconds after which a hung server that its owner has not stopped is reported again."""
+_MAX_FAILURES = 5
+"""After this number of 5xx answers in a row, a server is taken out of use until a health check succeeds."""
 
 _LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about a server that stays unhealthy for the same reason."""
@@ -83,7 +69,7 @@ class BackendGroup:
     def __init__(self, members: list[Backend], policy: Policy) -> None:
         self.members = members
         self.policy = policy
-        self.ready = [backend for backend in members if backend.state is BackendState.UP]
+        self.ready = [backend for backend in members if backend.up]
         self.empty_text_can_crash = any(
             backend.config.engine == "sglang" and backend.config.kind == "discriminative" for backend in members
         )
@@ -121,17 +107,10 @@ class BackendPool:
         # One policy for each group: with a shared round robin, requests that alternate between two models would each
         # reach only every second server.
         self._policies: defaultdict[Route, Policy] = defaultdict(lambda: policy_for(self.config.policy))
-        self.on_frozen: Callable[[Backend], None] = lambda backend: None
-        """Called with a frozen server, one whose health checks time out: when it is taken out of use, and after each
-        further failed check."""
         self._log = LimitedLog(logger, _LOG_INTERVAL_S)
-        self._hung = asyncio.Event()
-        """Set when a server is hung."""
         self._shared: dict[object, asyncio.Task[Any]] = {}
         """Work that several requests await, by its key: see `_share`."""
         self._asked_at = -_ASK_INTERVAL_S
-        self._wanted: set[str] = set()
-        """Names of models that were unknown when a request used them, and are now known."""
         self._changed = asyncio.Event()
         self._watches: dict[Backend, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
@@ -152,8 +131,8 @@ class BackendPool:
 
     @property
     def usable(self) -> bool:
-        """Whether at least one server is UP."""
-        return any(backend.state is BackendState.UP for backend in self.backends)
+        """Whether at least one server is up."""
+        return any(backend.up for backend in self.backends)
 
     def group(self, route: Route = ANY) -> BackendGroup:
         """Return the servers that can answer the requests of a route."""
@@ -190,14 +169,11 @@ class BackendPool:
             wait: whether to wait.
 
         Raises:
-            Refusal: 503 if all servers are lost or removed, or if all are down and the request must not wait.
+            Refusal: 503 if all servers are removed, or if all are down and the request must not wait.
         """
         while not (backend := self.pick(route, key, avoid)):
             members = self.group(route).members
-            if all(backend.state is BackendState.LOST for backend in members):
-                message = f"no reward model server is available: {self.describe(members)}"
-                raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
-            if not wait:
+            if not members or not wait:
                 message = f"no reward model server is up: {self.describe(members)}"
                 raise Refusal(503, message, code=RouterCode.NO_SERVER_UP)
             await self._changed.wait()
@@ -213,19 +189,15 @@ class BackendPool:
             await self._share("models", lambda: self._ask(name))
 
     async def _ask(self, name: str) -> None:
-        in_use = [backend for backend in self.backends if backend.state is BackendState.UP]
-        # With the names found before: `update_models` replaces the names that a server has learned.
-        wanted = self._wanted | {name}
+        in_use = [backend for backend in self.backends if backend.up]
         try:
             async with asyncio.timeout(self.config.health_timeout_s):
-                await asyncio.gather(*(update_models(backend, wanted) for backend in in_use), return_exceptions=True)
+                await asyncio.gather(*(update_models(backend, name) for backend in in_use), return_exceptions=True)
         except TimeoutError:
             logger.warning("not all servers listed their models within %g s", self.config.health_timeout_s)
         finally:
             self._asked_at = time.monotonic()
             self._refresh()
-            if name in self.models:
-                self._wanted.add(name)
 
     async def _share(self, key: object, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Await the work with a key, which other requests may await, too. It is started unless it is running."""
@@ -246,26 +218,26 @@ class BackendPool:
         backend.outages = 0
 
     def failed(self, backend: Backend, reason: str) -> None:
-        """Record a 5xx answer; take the server out of use after `max_failures` in a row.
+        """Record a 5xx answer; take the server out of use after `_MAX_FAILURES` in a row.
 
         After an outage, one failure is enough until a request succeeds.
         """
         backend.failures += 1
-        if backend.failures >= self.config.max_failures or backend.outages:
+        if backend.failures >= _MAX_FAILURES or backend.outages:
             self.mark_unhealthy(backend, f"{backend.failures} failures in a row, the last one: {reason}")
 
     def mark_unhealthy(self, backend: Backend, reason: str) -> None:
         """Take a server in use out of use until a health check succeeds."""
-        if backend.state is BackendState.UP:
+        if backend.up:
             logger.warning("server %s is down: %s", backend.url, reason)
             backend.outages += 1
             backend.failures = 0
             backend.last_error = reason
             backend.ejections += 1
-            self._set_state(backend, BackendState.DOWN)
+            self._set_up(backend, False)
             backend.taken_out.set()
 
-    def mark_dead(self, backend: Backend, reason: str, *, lost: bool = False) -> None:
+    def mark_dead(self, backend: Backend, reason: str) -> None:
         """Take a server out of use because its process has died, and fail its unanswered requests for a retry.
 
         Without this call, a connection that the dead process had not accepted would stay open and wait for the next
@@ -274,17 +246,11 @@ class BackendPool:
         Args:
             backend: the server.
             reason: why it died, for messages.
-            lost: whether it will not be restarted. Requests that only lost servers could answer fail at once.
         """
         self.mark_unhealthy(backend, reason)
-        # The next process starts fresh: it has `_START_CHECK_S` for a check, and need not answer with a token.
-        backend.frozen = backend.hung = False
+        backend.hung = False  # The next process starts fresh: it need not answer with a token.
         backend.died_at = time.monotonic()
         backend.last_error = reason
-        if lost:
-            logger.error("server %s is lost: %s", backend.url, reason)
-            self._stop_watching(backend)
-            self._set_state(backend, BackendState.LOST)
         backend.upstream.break_off(reason)
 
     async def has_died(self, backend: Backend, began: float, ended: float) -> bool:
@@ -302,15 +268,6 @@ class BackendPool:
             await self._share(backend, lambda: self._failure(backend))
         return backend.died_at >= began
 
-    def has_stand_in(self, backend: Backend) -> bool:
-        """Return whether another server with the same models and kind is available now."""
-        return any(
-            other.state is BackendState.UP
-            and set(other.models) == set(backend.models)
-            and other.config.kind == backend.config.kind
-            for other in self.backends
-        )
-
     def find(self, url: str) -> Backend | None:
         """Return the server with this URL, or ``None``."""
         url = url.rstrip("/")
@@ -318,8 +275,7 @@ class BackendPool:
 
     def add(self, config: BackendConfig) -> Backend:
         """Add a server; it receives requests after its first successful health check."""
-        upstream = Upstream(config.url, api_key=self.config.worker_api_key)
-        backend = Backend(config, upstream, models=config.models)
+        backend = Backend(config, Upstream(config.url, api_key=self.config.worker_api_key))
         self.backends.append(backend)
         self._watches[backend] = self._tasks.create_task(self._watch(backend), name=f"watch-{backend.url}")
         self._refresh()
@@ -329,8 +285,8 @@ class BackendPool:
         """Remove a server, and wait until its requests in flight end."""
         logger.info("server %s is removed, with %d requests in flight", backend.url, backend.in_flight)
         self.backends.remove(backend)
-        self._stop_watching(backend)
-        self._set_state(backend, BackendState.DOWN)
+        self._watches.pop(backend).cancel()
+        self._set_up(backend, False)
         backend.idle.clear()
         if backend.in_flight:
             await backend.idle.wait()
@@ -343,9 +299,8 @@ class BackendPool:
         ]
         return "; ".join(described) or "no server is configured"
 
-    def _set_state(self, backend: Backend, state: BackendState) -> None:
-        backend.state = state
-        backend.idle.set()
+    def _set_up(self, backend: Backend, up: bool) -> None:
+        backend.up = up
         self._refresh()
 
     def _refresh(self) -> None:
@@ -359,24 +314,18 @@ class BackendPool:
 
     # Health
 
-    def _stop_watching(self, backend: Backend) -> None:
-        if task := self._watches.pop(backend, None):
-            task.cancel()
-
     async def _watch(self, backend: Backend) -> None:
         """Check a server until the task is cancelled: every `health_interval_s` seconds in use, else with backoff."""
         while True:
-            if backend.state is not BackendState.UP:
-                await self._readmit(backend)
+            await self._readmit(backend)
             backend.taken_out.clear()
-            while not backend.taken_out.is_set():
-                try:
+            while backend.up:
+                with contextlib.suppress(TimeoutError):
                     # In Python 3.11, wait_for loses a cancellation that coincides with the event.
                     async with asyncio.timeout(self.config.health_interval_s):
                         await backend.taken_out.wait()
-                except TimeoutError:
-                    while await self._check_in_use(backend) and not backend.taken_out.is_set():
-                        pass  # The check timed out, which took long enough: repeat it without a pause.
+                while backend.up and await self._check_in_use(backend):
+                    pass  # The check timed out, which took long enough: repeat it without a pause.
 
     async def _readmit(self, backend: Backend) -> None:
         """Repeat the health check of a server that is down until it succeeds, and take the server into use."""
@@ -389,38 +338,39 @@ class BackendPool:
         while failure := await self._failure(backend):
             backend.last_error = _reason(failure)
             self._log.warning(backend.last_error, "server %s is not healthy: %s", backend.url, backend.last_error)
-            if isinstance(failure, TimeoutError) and backend.in_flight:
-                backend.frozen = True
-            if backend.frozen:
-                # Try again to move its requests: another server may be healthy now.
-                self.on_frozen(backend)
-            pause = pauses.next_s()
-            # More often while it is frozen: each check tries to move the requests that wait there.
-            await asyncio.sleep(min(pause, self.config.health_interval_s) if backend.frozen else pause)
+            if isinstance(failure, TimeoutError):
+                self._move_requests(backend)  # again: another server may be healthy now
+            else:
+                await asyncio.sleep(pauses.next_s())
         logger.info("server %s is up", backend.url)
         backend.last_error = None
         backend.failed_checks = 0
-        backend.frozen = backend.hung = False
-        self._set_state(backend, BackendState.UP)
+        backend.hung = False
+        self._set_up(backend, True)
 
     async def _check_in_use(self, backend: Backend) -> bool:
-        """Check a server in use; return whether the check timed out and the server sent no bytes during it."""
-        reads = backend.upstream.reads
+        """Check a server in use; return whether the check timed out, and the server sent no bytes during it."""
         failure = await self._failure(backend)
-        timed_out = isinstance(failure, TimeoutError)
-        if failure is None or (timed_out and backend.upstream.reads != reads):
-            # A server that still answers requests is busy, not frozen.
+        if failure is None or isinstance(failure, BusyError):
             backend.failed_checks = 0
             return False
         backend.failed_checks += 1
+        timed_out = isinstance(failure, TimeoutError)
         # These leave no doubt. A busy server may miss a check, or answer it with an error.
         certain = isinstance(failure, ConnectError | AsleepError)
         if certain or backend.failed_checks >= self.config.max_failed_checks:
             self.mark_unhealthy(backend, _reason(failure))
-            if timed_out and backend.state is BackendState.DOWN:
-                backend.frozen = True
-                self.on_frozen(backend)
+            if timed_out:
+                self._move_requests(backend)
         return timed_out
+
+    def _move_requests(self, backend: Backend) -> None:
+        """Retry the unanswered requests of a frozen server on others, if one with the same models and kind is up."""
+        if any(
+            other.up and set(other.models) == set(backend.models) and other.config.kind == backend.config.kind
+            for other in self.backends
+        ):
+            backend.upstream.break_off("the server is frozen: its health checks time out", MovedError)
 
     def unanswered(self, backend: Backend) -> None:
         """Record that a request had no answer when its deadline passed, or its client left.
@@ -430,7 +380,7 @@ class BackendPool:
         if backend.upstream.reads != backend.silent_reads:
             backend.silent_reads, backend.unanswered = backend.upstream.reads, 0
         backend.unanswered += 1
-        if backend.unanswered >= _UNANSWERED and backend.state is BackendState.UP:
+        if backend.unanswered >= _UNANSWERED and backend.up:
             self._started(("engine", backend), lambda: self._check_engine(backend))
 
     async def _check_engine(self, backend: Backend) -> None:
@@ -446,43 +396,30 @@ class BackendPool:
                     f"hung: it answered none of {backend.unanswered} requests in a row until their deadlines, and then "
                     "no request of one token",
                 )
-                backend.hung = backend.frozen = True
-                backend.reported_at = -math.inf
-                self._hung.set()
-                self.on_frozen(backend)
+                backend.hung = True
+                self._refresh()
+                self._move_requests(backend)
         except UpstreamError:
             pass  # the health checks find the cause
         backend.unanswered = 0
 
-    async def next_hung(self) -> Backend:
-        """Wait until a server is hung, and return it for its owner, who restarts it.
-
-        A server that is still hung is returned again after `_REPORT_AGAIN_S`: the owner may not have received it.
-        """
-        while True:
-            self._hung.clear()
-            now = time.monotonic()
-            for backend in self.backends:
-                if backend.hung and now >= backend.reported_at + _REPORT_AGAIN_S:
-                    backend.reported_at = now
-                    return backend
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_AGAIN_S):
-                    await self._hung.wait()
+    async def next_hung(self) -> list[str]:
+        """Wait until a server is hung; return the URLs of all hung servers for their owner, who restarts them."""
+        while not (hung := [backend.url for backend in self.backends if backend.hung]):
+            await self._changed.wait()
+        return hung
 
     async def _failure(self, backend: Backend) -> Exception | None:
-        """Check a server; return ``None`` if it is healthy, and a `TimeoutError` if the check timed out."""
-        seconds = self.config.health_timeout_s
-        if backend.state is BackendState.DOWN and not backend.frozen:
-            seconds = max(seconds, _START_CHECK_S)
-        began = time.monotonic()
+        """Check a server; return ``None`` if it is healthy, and a `TimeoutError` if it sent nothing in time."""
+        began, reads = time.monotonic(), backend.upstream.reads
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self.config.health_timeout_s):
                 await self.check(backend)
                 if backend.hung:
                     await ask_for_one_token(backend)
         except TimeoutError:
-            return TimeoutError(f"no answer to a health check within {seconds:g} s")
+            message = f"no answer to a health check within {self.config.health_timeout_s:g} s"
+            return TimeoutError(message) if backend.upstream.reads == reads else BusyError(message)
         except Exception as error:
             # Not after a timeout: a busy server does not answer in time either, and has not died.
             backend.died_at = time.monotonic()
@@ -490,6 +427,10 @@ class BackendPool:
         # Not the end of the check: only one that began after a broken connection shows that the server still lives.
         backend.healthy_at = began
         return None
+
+
+class BusyError(ServerError):
+    """A server did not answer a health check in time, but requests: it is busy, not frozen."""
 
 
 def _reason(failure: Exception) -> str:

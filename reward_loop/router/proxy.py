@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from typing import NamedTuple
 
 import orjson
@@ -45,6 +44,12 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 """HTTP statuses that are retried on another server."""
 
+_MAX_ATTEMPTS = 4
+"""The number of servers on which a request may fail before the failure is returned to the client."""
+
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Longer request bodies are answered with 413."""
+
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
@@ -57,62 +62,6 @@ class _Break(NamedTuple):
     ended: float
 
 
-class Gate:
-    """Admits requests up to a limit; further requests wait in FIFO order, up to a second limit.
-
-    Call :meth:`enter_now`, and :meth:`wait` if it returns ``False``. Each admitted request calls :meth:`leave` once.
-
-    Args:
-        max_inside: the largest number of admitted requests.
-        max_waiting: the largest number of waiting requests.
-    """
-
-    def __init__(self, max_inside: int, max_waiting: int) -> None:
-        self.inside = 0
-        self.waiting = 0
-        self._max_inside = max_inside
-        self._max_waiting = max_waiting
-        self._turns: deque[asyncio.Future[None]] = deque()
-        """The waiting requests, in order. While there are any, all places are taken: `leave` passes them on."""
-
-    def enter_now(self) -> bool:
-        """Admit the request if there is a place; return whether it is admitted."""
-        if self.inside >= self._max_inside:
-            return False
-        self.inside += 1
-        return True
-
-    async def wait(self) -> None:
-        """Wait until the request, which `enter_now` did not admit, is admitted.
-
-        Raises:
-            Refusal: too many requests are waiting.
-        """
-        if self.waiting >= self._max_waiting:
-            message = f"the router is full: {self.inside} requests are in flight, and {self.waiting} wait"
-            raise Refusal(503, message, retry_after_s=1)
-        turn = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
-        self.waiting += 1
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave()  # Its place was passed on to it, and goes to the next one.
-            raise
-        finally:
-            self.waiting -= 1
-
-    def leave(self) -> None:
-        """Release the place of an admitted request; the next waiting request gets it."""
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.done():  # else it was cancelled
-                turn.set_result(None)
-                return
-        self.inside -= 1
-
-
 class Proxy:
     """Forwards every request to a server of the pool, and passes the answer to the client.
 
@@ -121,14 +70,14 @@ class Proxy:
     ============================= ============================================================================
     Attempt ended with            Then
     ============================= ============================================================================
-    429, 500, 502, 503, 504       retried up to `max_attempts` if another server is available;
+    429, 500, 502, 503, 504       retried up to `_MAX_ATTEMPTS` if another server is available;
                                   else the answer is passed on. A server that answers 429, 503 with
                                   ``Retry-After``, or 503 while it works on other requests is full, and stays in
                                   use: the client waits
     another status                the answer is passed on
     `StaleError`                  retried without a pause; not counted as a failure
-    `ConnectError`                server taken out of use; retried, not counted in `max_attempts`
-    `BrokenError`                 server taken out of use; retried up to `max_attempts`, then 502
+    `ConnectError`                server taken out of use; retried, not counted in `_MAX_ATTEMPTS`
+    `BrokenError`                 server taken out of use; retried up to `_MAX_ATTEMPTS`, then 502
     two of them, or a 500, and    422, which nobody repeats: the request may break servers
     two servers have died
     404 of a model                the servers are asked for their models; retried on one that has the model
@@ -144,20 +93,16 @@ class Proxy:
     413    the body is too long
     422    two servers died while the request was in flight
     501    the request asks for a WebSocket
-    502    the last of `max_attempts` attempts lost its connection
-    503    no server was available, or none is up and the request has the header `NO_WAIT`, or the queue is full
+    502    the last of `_MAX_ATTEMPTS` attempts lost its connection
+    503    no server was available, or none is up and the request has the header `NO_WAIT`
     504    the server did not answer before the deadline
     ====== ==========================================================
     """
 
     def __init__(self, pool: BackendPool, config: RouterConfig) -> None:
-        self.gate = Gate(config.max_in_flight, config.max_queue)
         self.log = LimitedLog(logger)
         self._pool = pool
-        self._max_attempts = config.max_attempts
-        pool.on_frozen = self._move_requests
         self._policy = policy_for(config.policy)
-        self._max_body_bytes = config.max_body_bytes
         # The proxy reads the whole body: it writes its own Content-Length, and drops "Expect: 100-continue".
         self._not_passed_on = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
         if config.api_key or config.worker_api_key:
@@ -171,32 +116,26 @@ class Proxy:
             Refusal: see the table above; the router sends it to the client.
         """
         headers = self._headers_for_servers(client.headers)
-        # Before the body is read, so that requests which wait cost no memory.
-        if not self.gate.enter_now():
-            await self.gate.wait()
+        body = client.received_body(_MAX_BODY_BYTES)
+        if body is None:
+            body = await client.read_body(_MAX_BODY_BYTES)
+        pool, path = self._pool, client.path
+        if pool.several_models and path == "/v1/models" and client.method == "GET":
+            models = [{"id": name, "object": "model", "owned_by": "reward_loop"} for name in sorted(pool.models)]
+            client.answer_json(orjson.dumps({"object": "list", "data": models}))
+            return
+        if body or client.method in _WITH_BODY:
+            headers += b"content-length: %d\r\n" % len(body)
+        message = client.method.encode(), client.target, headers, body
         try:
-            body = client.received_body(self._max_body_bytes)
-            if body is None:
-                body = await client.read_body(self._max_body_bytes)
-            pool, path = self._pool, client.path
-            if pool.several_models and path == "/v1/models" and client.method == "GET":
-                models = [{"id": name, "object": "model", "owned_by": "reward_loop"} for name in sorted(pool.models)]
-                client.answer_json(orjson.dumps({"object": "list", "data": models}))
-                return
-            if body or client.method in _WITH_BODY:
-                headers += b"content-length: %d\r\n" % len(body)
-            message = client.method.encode(), client.target, headers, body
-            try:
-                destination = route(pool, path, body)
-            except UnknownModelError as unknown:
-                await pool.ask_for_model(unknown.model)
-                # Once more only: a name that is still unknown is the client's error.
-                destination = route(pool, path, body)
-            is_generative = destination.kind == "generative"
-            key = self._policy.key(client.headers, body) if is_generative else None
-            await self._forward(client, message, destination, key)
-        finally:
-            self.gate.leave()
+            destination = route(pool, path, body)
+        except UnknownModelError as unknown:
+            await pool.ask_for_model(unknown.model)
+            # Once more only: a name that is still unknown is the client's error.
+            destination = route(pool, path, body)
+        is_generative = destination.kind == "generative"
+        key = self._policy.key(client.headers, body) if is_generative else None
+        await self._forward(client, message, destination, key)
 
     def _headers_for_servers(self, headers: list[RawHeader]) -> bytes:
         """Return the header lines that are forwarded to a server.
@@ -208,8 +147,8 @@ class Proxy:
         without = self._not_passed_on
         if b"connection" in fields:
             without |= named_by_connection(headers)
-        if int(fields.get(b"content-length", 0)) > self._max_body_bytes:
-            raise body_too_long(self._max_body_bytes)
+        if int(fields.get(b"content-length", 0)) > _MAX_BODY_BYTES:
+            raise body_too_long(_MAX_BODY_BYTES)
         if fields.get(b"upgrade", b"").lower() == b"websocket":
             raise Refusal(501, "the router does not forward WebSockets", close=True)
         return to_wire(headers, without)
@@ -296,7 +235,7 @@ class Proxy:
             failed.append(backend)
             if isinstance(failure, BrokenError) and not isinstance(failure, MovedError):
                 await self._refuse_if_two_died(client, broken, backend, began)
-            if failure and attempts >= self._max_attempts:
+            if failure and attempts >= _MAX_ATTEMPTS:
                 raise Refusal(502, f"{attempts} connections to servers broke: {pool.describe()}") from failure
             if not isinstance(failure, StaleError):
                 backend.retries += 1
@@ -344,12 +283,7 @@ class Proxy:
         is_full = answer.status == 429 or (answer.status == 503 and (asks_to_wait or backend.in_flight > 1))
         if not is_full:  # a full server works
             self._pool.failed(backend, f"status {answer.status}")
-        return attempts < self._max_attempts and self._pool.has_other(route, failed)
-
-    def _move_requests(self, backend: Backend) -> None:
-        """Retry the unanswered requests of a frozen server on other servers, if there are any."""
-        if self._max_attempts > 1 and self._pool.has_stand_in(backend):
-            backend.upstream.break_off("the server is frozen: its health checks time out", MovedError)
+        return attempts < _MAX_ATTEMPTS and self._pool.has_other(route, failed)
 
 
 async def _pass_on(client: ClientRequest, answer: BackendAnswer) -> None:

@@ -107,22 +107,11 @@ def flags(model: ServedModelConfig, options: Mapping[str, Any], reserved: frozen
         if value is None or value is False:
             continue
         line.append("--" + name.replace("_", "-"))
-        if value is not True:
-            line += _words(value)
+        if isinstance(value, list | tuple):
+            line += map(str, value)
+        elif value is not True:
+            line.append(json.dumps(value) if isinstance(value, Mapping) else str(value))
     return line
-
-
-def _words(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [json.dumps(value)]
-    if isinstance(value, list | tuple):
-        return [str(item) for item in value]
-    return [str(value)]
-
-
-def interpreter(model: ServedModelConfig) -> str:
-    """Return the path of the Python interpreter that runs the engine."""
-    return model.python or sys.executable
 
 
 class Vllm(Engine):
@@ -150,7 +139,7 @@ class Vllm(Engine):
         if model.device == "cpu":
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE}
         # Not the command `vllm`, which runs in the interpreter of its own environment.
-        start = [interpreter(model), "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
+        start = [model.python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.model_path)]
         return start + flags(model, options, _RESERVED)
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
@@ -195,7 +184,7 @@ class Sglang(Engine):
             options |= {"device": "cpu", "disable_overlap_schedule": True, "disable_cuda_graph": True}
             # By default, an idle server computes in a loop, which takes a core from all others.
             options["sleep_on_idle"] = True
-        return [interpreter(model), "-m", "sglang.launch_server", *flags(model, options, _RESERVED)]
+        return [model.python or sys.executable, "-m", "sglang.launch_server", *flags(model, options, _RESERVED)]
 
     def environment(self, model: ServedModelConfig) -> dict[str, str]:
         environment = dict(STANDARD_ENVIRONMENT)
@@ -220,7 +209,7 @@ class Transformers(Engine):
     inherits_socket = True
 
     def command(self, model: ServedModelConfig, host: str, port: int) -> list[str]:
-        own = {"model_path", "served_model_name", "max_batch_size", "max_wait_ms"}
+        own = {"model_path", "served_model_name", "max_batch_size"}
         options = model.model_dump_json(include=own)
         return [sys.executable, "-m", "reward_loop.serving.embedded.app", "--options", options]
 

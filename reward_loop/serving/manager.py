@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlencode, urlsplit
@@ -28,10 +28,11 @@ from reward_loop.serving.models import served_models
 from reward_loop.serving.options import RewardModelConfig, ServedModelConfig
 from reward_loop.serving.process import ServerProcess
 from reward_loop.serving.server_spec import Launch, ServerSpec, on_this_machine, server_specs
-from reward_loop.serving.supervisor import Server, Supervisor
+from reward_loop.serving.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from reward_loop.serving.ray_server import GpuReservation
+    from reward_loop.serving.supervisor import Server
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +76,18 @@ class ModelServer:
             return
         before, self.url = self.url, url
         # First the new one: without any server, the router would refuse the requests that wait.
-        await self._router.add(self.config())
+        await self._router.report("POST", "/workers", self.config().model_dump())
         if before:
-            await self._router.remove(before)
+            await self._router.report("DELETE", f"/workers?{urlencode({'url': before})}")
 
     async def on_down(self, reason: str) -> None:
         """Report to the router that the server has died."""
         if self.url is not None:
-            await self._router.mark_dead(self.url, reason=reason)
-
-    async def on_lost(self, reason: str) -> None:
-        """Report to the router that the server will not be restarted."""
-        if self.url is not None:
-            await self._router.mark_dead(self.url, reason=reason, lost="true")
+            await self._router.report("POST", f"/workers/mark_dead?{urlencode({'url': self.url, 'reason': reason})}")
 
 
 class RouterClient:
-    """Changes the servers of a running router.
-
-    Failures are only logged as warnings: the router's health checks detect the state of a server.
+    """Sends requests to the control plane of a running router, once it is ready.
 
     Args:
         url: the router's URL.
@@ -101,50 +95,36 @@ class RouterClient:
     """
 
     def __init__(self, url: str, started: asyncio.Future[None]) -> None:
-        self.url = url
-        self.started = started
+        self._url = url
+        self._started = started
 
-    async def add(self, backend: BackendConfig) -> None:
-        """Add a server, once the router is ready."""
-        # Shielded: the cancellation of this wait would cancel the supervisor's future.
-        await asyncio.shield(self.started)
-        await self._request("POST", "/workers", backend.model_dump())
+    async def report(self, method: str, path: str, body: Any = None) -> None:
+        """Change a server. A failure is only logged: the router's health checks detect the state of a server."""
+        try:
+            await self._request(method, path, body, _REPORTED_WITHIN_S)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.warning("the router did not confirm %s %s: %r", method, path, error)
 
-    async def remove(self, url: str) -> None:
-        """Remove a server."""
-        await self._request("DELETE", f"/workers?{urlencode({'url': url})}")
-
-    async def mark_dead(self, url: str, **details: str) -> None:
-        """Report that a server has died, with the `reason`, and ``lost="true"`` if it will not be restarted."""
-        await self._request("POST", f"/workers/mark_dead?{urlencode({'url': url, **details})}")
-
-    async def next_hung(self) -> str:
-        """Wait until a server is hung, and return its URL.
+    async def hung(self) -> list[str]:
+        """Wait until servers are hung, and return their URLs.
 
         Raises:
             aiohttp.ClientError: the router is not reachable.
         """
-        await asyncio.shield(self.started)
-        # Without a timeout, because a server may never hang.
-        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=None), "headers": _authorization()}
-        async with (
-            aiohttp.ClientSession(self.url, raise_for_status=True, **options) as session,
-            session.post("/workers/hung") as response,
-        ):
-            return str(await response.json())
+        urls: list[str] = await self._request("POST", "/workers/hung", None, None)  # a server may never hang
+        return urls
 
-    async def _request(self, method: str, path: str, body: Any = None) -> None:
-        timeout = aiohttp.ClientTimeout(total=_REPORTED_WITHIN_S)
-        try:
-            async with (
-                aiohttp.ClientSession(self.url, timeout=timeout, headers=_authorization()) as session,
-                session.request(method, path, json=body or {}) as response,
-            ):
-                problem = None if response.status < 400 else f"status {response.status}: {await response.text()}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            problem = repr(error)
-        if problem is not None:
-            logger.warning("the router did not confirm %s %s: %s", method, path, problem)
+    async def _request(self, method: str, path: str, body: Any, within_s: float | None) -> Any:
+        # Shielded: the cancellation of this wait would cancel the supervisor's future.
+        await asyncio.shield(self._started)
+        timeout = aiohttp.ClientTimeout(total=within_s)
+        async with (
+            aiohttp.ClientSession(
+                self._url, timeout=timeout, headers=_authorization(), raise_for_status=True
+            ) as session,
+            session.request(method, path, json=body or {}) as response,
+        ):
+            return await response.json()
 
 
 def _authorization() -> dict[str, str]:
@@ -160,8 +140,7 @@ class RewardModelManager:
 
     Entry waits until all processes are ready. A process that dies is restarted at once, and after a pause that grows
     with each further restart; its address stays the same unless it runs in Ray. In the meantime, requests go to the
-    other servers, or wait. A process is restarted at most `max_restarts` times within `restart_window_s` seconds. After
-    exit, all processes are gone. If this process is killed, they are killed, too.
+    other servers, or wait. After exit, all processes are gone. If this process is killed, they are killed, too.
 
     Synchronous programs use :func:`serve_reward_model`.
 
@@ -254,11 +233,7 @@ class RewardModelManager:
         logger.info("starting %d reward model server(s); logs are in %s", sum(map(len, specs)), log_dir)
         listener = self._listen()
         self._router_url = url_of(listener)
-        supervisor = self._supervise(
-            "router",
-            lambda: self._router_process(listener, log_dir),
-            bound=listener,
-        )
+        supervisor = self._supervise("router", lambda: self._router_process(listener, log_dir), bound=listener)
         router = RouterClient(self._router_url, supervisor.started)
         for model in models:
             self._servers += [ModelServer(model, url, router) for url in model.urls]
@@ -267,13 +242,12 @@ class RewardModelManager:
             server = ModelServer(launch.spec.model, url_of(launch.bound) if launch.bound else None, router)
             self._servers.append(server)
             supervised[server] = self._supervise(
-                launch.spec.role,
+                f"server {launch.spec.number}",
                 launch.new_process,
                 bound=launch.bound,
                 starts=self._starts,
                 on_up=server.on_up,
                 on_down=server.on_down,
-                on_lost=server.on_lost,
             )
         # Only now: the command line of the router contains all servers that have an address.
         for supervisor in self._supervisors.values():
@@ -282,14 +256,13 @@ class RewardModelManager:
 
     async def _restart_hung(self, router: RouterClient, supervised: dict[ModelServer, Supervisor]) -> None:
         while True:
-            try:
-                hung = await router.next_hung()
-            except aiohttp.ClientError:
-                await asyncio.sleep(self._config.health_interval_s)  # the router restarts
-                continue
-            for server, supervisor in supervised.items():
-                if server.url == hung:
-                    supervisor.restart("hung: it answers no request, not even one of one token")
+            with suppress(aiohttp.ClientError):  # the router restarts
+                hung = await router.hung()
+                for server, supervisor in supervised.items():
+                    if server.url in hung:
+                        supervisor.restart("hung: it answers no request, not even one of one token")
+            # A server is hung until it has ended, or for ever if someone else runs it.
+            await asyncio.sleep(self._config.health_interval_s)
 
     async def _launches(self, specs: list[list[ServerSpec]]) -> Iterable[Launch]:
         local = [servers for servers in specs if servers[0].model.placement == "local"]
@@ -304,11 +277,8 @@ class RewardModelManager:
         return itertools.chain(on_this_machine(local), await in_ray(elsewhere, self._gpus, self._server_key))
 
     def _supervise(self, role: str, new_process: Callable[[], Server], **options: Any) -> Supervisor:
-        config = self._config
-        self._supervisors[role] = Supervisor(
-            new_process, max_restarts=config.max_restarts, window_s=config.restart_window_s, **options
-        )
-        return self._supervisors[role]
+        supervisor = self._supervisors[role] = Supervisor(new_process, **options)
+        return supervisor
 
     def _listen(self) -> socket.socket:
         host, port = self._config.host, self._config.router_port

@@ -70,9 +70,6 @@ class ServedModelConfig(Config):
     max_batch_size: int = Field(default=64, ge=1)
     """For ``transformers``: the largest number of requests in one batch."""
 
-    max_wait_ms: float = Field(default=3.0, ge=0)
-    """For ``transformers``: the longest time in milliseconds that a request waits for other requests of its batch."""
-
     threads: int = Field(default=1, ge=1)
     """CPU threads of each server that runs on the CPU."""
 
@@ -121,13 +118,6 @@ class RewardModelConfig(SharedRouterOptions, ServedModelConfig):
     """Which of a model's servers gets a request. ``affinity``: the same one for all requests of a generative judge on
     the responses to a prompt, so that the server computes their common beginning once; if it has far more requests in
     flight than the others, another one. ``least_in_flight``, ``round_robin``: regardless of the content."""
-
-    max_restarts: int = Field(default=3, ge=0)
-    """The largest number of restarts of a process within `restart_window_s`; a further restart waits until the oldest
-    one is that old. 0: a process that dies is not restarted."""
-
-    restart_window_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a restart no longer counts for `max_restarts`."""
 
     log_dir: str | None = None
     """The directory of the logs of servers and router. By default a new temporary directory, which

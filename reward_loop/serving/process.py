@@ -169,23 +169,21 @@ class ServerProcess:
 
     async def _ready(self) -> None:
         assert self._exited is not None
-        health = asyncio.create_task(self._health_problem())
+        health = asyncio.create_task(self._healthy())
         progress = asyncio.create_task(self._log_progress())
         try:
             ends: list[asyncio.Future[Any]] = [health, self._exited]
             await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            # First the exit: a server that dies may fail its health check, too, and the exit status says more.
-            if self._exited.done():
-                problem: str | None = f"{_ending(self._exited.result())} before it was ready"
-            elif health.done():
-                problem = health.result()
-            else:
-                problem = f"was not ready after {self._start_timeout_s:g} s"
         finally:
             health.cancel()
             progress.cancel()
-        if problem:
-            raise ServerStartError(f"{self.name} {problem}.\n{self._end_of_log()}")
+        if self._exited.done():
+            problem = f"{_ending(self._exited.result())} before it was ready"
+        elif health.done():
+            return
+        else:
+            problem = f"was not ready after {self._start_timeout_s:g} s"
+        raise ServerStartError(f"{self.name} {problem}.\n{self._end_of_log()}")
 
     async def _log_progress(self) -> None:
         for elapsed in itertools.count(_PROGRESS_S, _PROGRESS_S):
@@ -208,26 +206,17 @@ class ServerProcess:
             return f"Its log {self._log_path} is empty."
         return "\n".join([f"The end of its log {self._log_path}:", *(f"    {line}" for line in lines)])
 
-    async def _health_problem(self) -> str | None:
-        """Return ``None`` once the health check succeeds, else what is wrong.
-
-        A server that inherits its socket is asked once. A server that binds the address itself is asked until the check
-        succeeds.
-        """
+    async def _healthy(self) -> None:
+        """Return once the health check succeeds."""
         # None: a request in the backlog is answered when the server is ready, and `_ready` has the deadline.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                try:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
                     async with session.get(self.url + self._health_path) as response:
                         if response.status < 400:
-                            return None
-                        problem = f"answered {self._health_path} with status {response.status}"
-                except (aiohttp.ClientError, OSError) as error:
-                    problem = f"did not answer the health check {self._health_path}: {error}"
-                if self._inherits_socket:
-                    return problem
-                # Polling, because the server does not signal when it listens.
+                            return
+                # Polling, because an engine does not signal when it listens.
                 await asyncio.sleep(_POLL_S)
 
     async def _stop(self) -> None:

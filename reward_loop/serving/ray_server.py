@@ -42,17 +42,6 @@ _REMOVED_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """The resources that the servers of one model need."""
-
-    servers: int
-    gpus: int
-    """The number of GPUs of each server, all on one node."""
-    cpus: int
-    """The number of CPU cores of each server."""
-
-
-@dataclass(frozen=True, slots=True)
 class GpuPlace:
     """The Ray resources that one server runs on: a bundle of a placement group, with its GPUs and CPU cores."""
 
@@ -88,8 +77,11 @@ class GpuReservation:
     """What to change if the cluster is too small, for the message."""
     _group: PlacementGroup | None = field(default=None, init=False)
 
-    async def places(self, demands: Sequence[Demand]) -> list[list[GpuPlace]]:
-        """Reserve the resources of all servers, and return the places of each model's servers.
+    async def places(self, demands: Sequence[tuple[int, int]]) -> list[GpuPlace]:
+        """Reserve the resources of all servers, and return the place of each.
+
+        Args:
+            demands: the number of GPUs, all on one node, and of CPU cores of each server.
 
         Raises:
             ConfigError: Ray is not initialised, or the groups of `others` have no room beside the servers.
@@ -97,24 +89,14 @@ class GpuReservation:
         """
         if not ray.is_initialized():
             raise ConfigError("placement='ray': Ray is not initialised; call ray.init() first")
-        bundles = [
-            {"CPU": float(demand.cpus), **({"GPU": float(demand.gpus)} if demand.gpus else {})}
-            for demand in demands
-            for _ in range(demand.servers)
-        ]
-        if not bundles:
-            return []
+        bundles = [{"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})} for gpus, cpus in demands]
         try:
             await self._reserve(bundles)
         except BaseException:
             self.release()
             raise
-        group, numbers = self._group, iter(range(len(bundles)))
-        assert group is not None
-        return [
-            [GpuPlace(group, next(numbers), demand.gpus, demand.cpus) for _ in range(demand.servers)]
-            for demand in demands
-        ]
+        assert self._group is not None
+        return [GpuPlace(self._group, number, *demand) for number, demand in enumerate(demands)]
 
     def release(self) -> None:
         """Release all reserved resources."""
@@ -184,14 +166,9 @@ async def in_ray(specs: Sequence[Sequence[ServerSpec]], placement: GpuReservatio
     Raises:
         ConfigError, ServerStartError: there are too few resources.
     """
-    places = await placement.places(
-        [Demand(len(servers), servers[0].gpus, servers[0].model.threads) for servers in specs]
-    )
-    return [
-        Launch(spec, partial(RayServer, spec, place, api_key))
-        for servers, found in zip(specs, places, strict=True)
-        for spec, place in zip(servers, found, strict=True)
-    ]
+    servers = [spec for of_model in specs for spec in of_model]
+    places = await placement.places([(spec.gpus, spec.model.threads) for spec in servers])
+    return [Launch(spec, partial(RayServer, spec, place, api_key)) for spec, place in zip(servers, places, strict=True)]
 
 
 class RayServer:
@@ -273,9 +250,7 @@ class RayServer:
 
     async def _start(self) -> None:
         node = ray.get_runtime_context().get_node_id()
-        self.url, self.pid, self.started_in_s = await self._actor.start.remote(
-            self._spec, self._place.gpus > 0, node, self._api_key
-        )
+        self.url, self.pid, self.started_in_s = await self._actor.start.remote(self._spec, node, self._api_key)
 
     async def _stop(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -296,14 +271,11 @@ class _Host:
         self._stack = AsyncExitStack()
         self._process: ServerProcess | None = None
 
-    async def start(
-        self, spec: ServerSpec, has_gpus: bool, users_node: str, api_key: str
-    ) -> tuple[str, int | None, float | None]:
+    async def start(self, spec: ServerSpec, users_node: str, api_key: str) -> tuple[str, int | None, float | None]:
         """Start the server.
 
         Args:
             spec, api_key: as for :class:`RayServer`.
-            has_gpus: whether the actor reserves GPUs for the server.
             users_node: the id of the node that sends the requests.
 
         Returns:
@@ -311,7 +283,7 @@ class _Host:
         """
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         devices: dict[str, str] = {}
-        if has_gpus and VISIBLE_DEVICES not in spec.model.env:
+        if spec.gpus and VISIBLE_DEVICES not in spec.model.env:
             # Set here because Ray does not set the variable if a RAY_EXPERIMENTAL_NOSET_... variable forbids it.
             devices = {VISIBLE_DEVICES: ",".join(context.get_accelerator_ids()["GPU"])}
         bound = self._stack.enter_context(spec.bind(LOOPBACK if context.get_node_id() == users_node else address))

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reward_loop._util.web_server import listen, reserve
 from reward_loop.errors import ConfigError
 from reward_loop.serving.engines import ENGINES, Engine
 from reward_loop.serving.options import ServedModelConfig
 from reward_loop.serving.process import ServerProcess
-from reward_loop.serving.supervisor import Server
+
+if TYPE_CHECKING:
+    from reward_loop.serving.supervisor import Server
 
 LOOPBACK = "127.0.0.1"
 
@@ -37,11 +40,6 @@ class ServerSpec:
     """The number among the servers of all models, from 1."""
     log_dir: Path
     """The folder of the log, on the server's node."""
-
-    @property
-    def role(self) -> str:
-        """A short name, such as ``server 1``."""
-        return f"server {self.number}"
 
     @property
     def gpus(self) -> int:

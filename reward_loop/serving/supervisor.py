@@ -8,40 +8,25 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Protocol
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reward_loop.errors import ServerDiedError, ServerError, ServerStartError
+
+if TYPE_CHECKING:
+    from reward_loop.serving.process import ServerProcess
+    from reward_loop.serving.ray_server import RayServer
+
+    Server: TypeAlias = ServerProcess | RayServer
+    """One run of a server."""
 
 logger = logging.getLogger(__name__)
 
 _SECOND_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 
-
-class Server(AbstractAsyncContextManager[Any, None], Protocol):
-    """One run of a server: a ``ServerProcess`` or a ``RayServer``."""
-
-    name: str
-    started_in_s: float | None
-
-    @property
-    def pid(self) -> int | None:
-        """The process id; ``None`` before the start."""
-
-    @property
-    def url(self) -> str:
-        """``http://host:port``; final once the context has been entered."""
-
-    def placed(self) -> AbstractAsyncContextManager[None]:
-        """A context that must be open while the server runs. Entry waits until there is a place for the server.
-
-        Raises:
-            ServerStartError: there was no place in time.
-        """
-
-    async def wait(self) -> ServerDiedError:
-        """Wait until the server exits by itself."""
+_MAX_RESTARTS, _WINDOW_S = 3, 600.0
+"""At most this number of restarts within this time in seconds; a further one waits until the oldest one is that old."""
 
 
 async def _nothing(*_: str) -> None:
@@ -51,52 +36,42 @@ async def _nothing(*_: str) -> None:
 class Supervisor:
     """Starts a server, and restarts it when it dies.
 
-    ====================================  ==========================  ==================================================
+    ====================================  ==========================  =============================
     Event                                 Effect                      Next
-    ====================================  ==========================  ==================================================
+    ====================================  ==========================  =============================
     the server is ready                   awaits ``on_up(url)``       waits until the server dies
     the first start fails                 `started` gets the error    ends
     the server dies or a restart fails    awaits ``on_down(reason)``  restart after a pause
-    as before, without restarts           awaits ``on_lost(reason)``  ends
-    ====================================  ==========================  ==================================================
+    ====================================  ==========================  =============================
 
     The first restart within the window has no pause. The second one has a pause of 0.2 s, which doubles with each
-    further restart up to 30 s. After `max_restarts` restarts within the window, the next one waits until the oldest has
-    left the window: the limit is a rate, so that three crashes in a long run do not cost the server.
+    further restart up to 30 s. After `_MAX_RESTARTS` within the window, the next one waits until the oldest has left
+    it: the limit is a rate, so that three crashes in a long run do not cost the server.
 
     Args:
         new_process: creates the next run of the server.
-        max_restarts: the largest number of restarts within the window; 0 never restarts the server.
-        window_s: the length of the window in seconds.
         starts: shared by the servers that must not all start at the same time.
-        bound: holds the server's address. Closed when the server is lost, and at :meth:`stop`.
+        bound: holds the server's address. Closed at :meth:`stop`.
         on_up: awaited with the URL each time the server becomes ready.
-        on_down: awaited with the reason each time the server has died and will be restarted.
-        on_lost: awaited with the reason when the server has died and will not be restarted.
+        on_down: awaited with the reason each time the server has died.
     """
 
     def __init__(
         self,
         new_process: Callable[[], Server],
         *,
-        max_restarts: int,
-        window_s: float,
         starts: asyncio.Semaphore | None = None,
         bound: socket.socket | None = None,
         on_up: Callable[[str], Awaitable[None]] = _nothing,
         on_down: Callable[[str], Awaitable[None]] = _nothing,
-        on_lost: Callable[[str], Awaitable[None]] = _nothing,
     ) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the server is ready for the first time; raises the ServerError of a failed first start."""
         self._new_process = new_process
-        self._max_restarts = max_restarts
-        self._window_s = window_s
         self._starts = starts or asyncio.Semaphore(1)
         self._bound = bound
         self._on_up = on_up
         self._on_down = on_down
-        self._on_lost = on_lost
         self._process: Server | None = None
         self._restart: asyncio.Future[ServerError] | None = None
         """Set by :meth:`restart`; ``None`` while no server is ready."""
@@ -125,18 +100,19 @@ class Supervisor:
                 # If this is cancelled, gather cancels the task again, and still waits until it has ended.
                 await asyncio.gather(self._task, return_exceptions=True)
         finally:
-            self._release()
+            if self._bound:
+                self._bound.close()
 
     async def _run(self) -> None:
         try:
-            await self._restart_until_lost()
+            await self._restart_always()
         except Exception as error:
             if self.started.done():
                 logger.exception("a server has stopped, and is not restarted")
             else:
                 self.started.set_exception(error)
 
-    async def _restart_until_lost(self) -> None:
+    async def _restart_always(self) -> None:
         restarts: deque[float] = deque()
         while True:
             try:
@@ -146,26 +122,18 @@ class Supervisor:
             except OSError as failed:  # no free file descriptor, for example: later there may be one
                 error = ServerStartError(f"a server cannot be started: {failed}")
             now = time.monotonic()
-            while restarts and now - restarts[0] > self._window_s:
+            while restarts and now - restarts[0] > _WINDOW_S:
                 restarts.popleft()
             if not self.started.done():
                 raise error
-            if not self._max_restarts:
-                logger.error("not restarted (max_restarts=0): %s", error)
-                self._release()
-                await self._on_lost(_first_line(error))
-                return
             pause = _pause_s(len(restarts))
-            if len(restarts) >= self._max_restarts:
-                pause = max(pause, restarts[0] + self._window_s - now)
-                logger.error(
-                    "the limit of %d restarts within %g s is reached (max_restarts, restart_window_s)",
-                    *(len(restarts), self._window_s),
-                )
+            if len(restarts) >= _MAX_RESTARTS:
+                pause = max(pause, restarts[0] + _WINDOW_S - now)
+                logger.error("the limit of %d restarts within %g s is reached", len(restarts), _WINDOW_S)
             # The time of the restart, not of the death: the pause must not use up the window.
             restarts.append(now + pause)
             logger.warning("restarting in %.1f s: %s", pause, error)
-            await self._on_down(_first_line(error))
+            await self._on_down(str(error).partition("\n")[0])
             await asyncio.sleep(pause)
 
     async def _live(self) -> ServerError:
@@ -199,16 +167,7 @@ class Supervisor:
             death.cancel()
             self._restart = None
 
-    def _release(self) -> None:
-        """Close the socket: connections in its backlog are reset, so that the router retries their requests."""
-        if self._bound:
-            self._bound.close()
-
 
 def _pause_s(restarts: int) -> float:
     """Return the seconds before the next restart, after this number of restarts within the window."""
     return min(_SECOND_PAUSE_S * 2 ** (restarts - 1), _LONGEST_PAUSE_S) if restarts else 0.0
-
-
-def _first_line(error: ServerError) -> str:
-    return str(error).partition("\n")[0]

@@ -8,21 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from reward_loop.router.backend import (
-    AsleepError,
-    Backend,
-    BackendState,
-    UnhealthyError,
-    check_health,
-)
+from reward_loop.errors import ServerError
+from reward_loop.router.backend import AsleepError, Backend, check_health
 from reward_loop.router.config import BackendConfig
 from reward_loop.router.http_client import BrokenError, Upstream
 from tests.support.servers import serving
-
-
-def new(**options: object) -> Backend:
-    config = BackendConfig.model_validate({"url": "http://a:1", **options})
-    return Backend(config, Upstream(config.url), models=config.models)
 
 
 def server(**answers: tuple[int, Any]) -> Any:
@@ -51,7 +41,7 @@ async def test_a_server_that_is_well_is_asked_what_it_serves_until_it_is_in_use(
     async with backend_for(server(health=(200, {}), models=(200, MODELS))) as backend:
         await check_health(backend)
         assert backend.models == ("a", "b")
-        backend.models, backend.state = (), BackendState.UP
+        backend.models, backend.up = (), True
         await check_health(backend)
         assert backend.models == ()
 
@@ -68,7 +58,7 @@ async def test_configured_names_come_first_and_odd_lists_are_no_matter() -> None
 
 async def test_an_error_of_the_health_check_counts() -> None:
     async with backend_for(server(health=(503, {}))) as backend:
-        with pytest.raises(UnhealthyError, match="GET /health returned 503"):
+        with pytest.raises(ServerError, match="GET /health returned 503"):
             await check_health(backend)
 
 

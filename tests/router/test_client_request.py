@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.http_server import ClientRequest, Flow
+from reward_loop.router.http_server import ClientRequest
 from reward_loop.router.messages import Refusal
 from tests.router.transport import Transport
 
@@ -15,7 +15,9 @@ EXPECTING = [(b"expect", b"100-Continue")]
 def request(
     transport: Transport, method: str = "POST", url: bytes = b"/x", headers: list[Any] | None = None
 ) -> ClientRequest:
-    return ClientRequest(Flow(transport), method, url, "1.1", headers or [], keep_alive=True)
+    writable = asyncio.Event()
+    writable.set()
+    return ClientRequest(transport, writable, method, url, "1.1", headers or [], keep_alive=True)
 
 
 @pytest.mark.parametrize(

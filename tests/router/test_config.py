@@ -28,7 +28,7 @@ def test_a_url_that_is_not_an_origin_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"max_attempts": 0}, "max_attempts"),
+        ({"max_failed_checks": 0}, "max_failed_checks"),
         ({"request_timeout_s": 0}, "request_timeout_s"),
         ({"policy": "fastest"}, "policy"),
         ({"api_key": ""}, "api_key"),

@@ -28,12 +28,10 @@ async def test_servers_come_and_go_while_it_runs() -> None:
             assert response.status == 422
         async with session.post("/workers", json={"url": url}) as response:
             assert (response.status, "is this router itself" in await response.text()) == (422, True)
-        killed = {"url": urls[0], "reason": "killed", "lost": "true"}
+        killed = {"url": urls[0], "reason": "killed"}
         async with session.post("/workers/mark_dead", params=killed) as response:
             assert response.status == 200
         assert [(await post(url, CHAT))[0] for _ in range(3)] == [200] * 3
-        counts = {backend["url"]: backend["requests"] for backend in await listed(session)}
-        assert counts == {urls[0]: 0, other: 3}
         async with session.delete("/workers", params={"url": urls[0]}) as response:
             assert response.status == 200
         assert [backend["url"] for backend in await listed(session)] == [other]
@@ -100,6 +98,7 @@ async def refused(session: aiohttp.ClientSession, method: str, path: str, **opti
         ("POST", "/workers/mark_dead", {"params": {"url": "http://x:1"}}, 422, "query.reason"),
         ("PUT", "/workers", {}, 405, "Method Not Allowed"),
         ("GET", "/workers/mark_dead", {}, 405, "Method Not Allowed"),
+        ("GET", "/workers/hung", {}, 405, "Method Not Allowed"),  # which any web page can send
         ("DELETE", "/health", {}, 405, "GET and HEAD"),
         ("POST", "/metrics", {}, 405, "Method Not Allowed"),
     ],
@@ -141,21 +140,11 @@ async def test_errors_of_the_control_plane_have_the_shape_of_the_others(
 )
 async def test_web_pages_cannot_use_the_control_plane(headers: dict[str, str], status: int) -> None:
     async with routed(model_server("a"), model_server("a")) as (_, urls, session):
-        dead = {"url": urls[0], "reason": "x", "lost": "true"}
-        async with session.post("/workers/mark_dead", params=dead, headers=headers) as response:
+        async with session.delete("/workers", params={"url": urls[0]}, headers=headers) as response:
             assert response.status == status
-        assert [backend["state"] for backend in await listed(session)] == ["up" if status == 403 else "lost", "up"]
+        assert len(await listed(session)) == (2 if status == 403 else 1)
         async with session.post(CHAT, headers=headers) as response:
             assert response.status == 200
-
-
-async def test_a_page_cannot_take_the_report_of_a_hung_server() -> None:
-    async with routed(model_server("a")) as (_, _, session):
-        # A browser sends no Origin with a GET, as of an image.
-        async with session.get("/workers/hung", timeout=aiohttp.ClientTimeout(total=5)) as response:
-            assert response.status == 405
-        async with session.post("/workers/hung", headers={"Origin": "http://evil.example"}) as response:
-            assert response.status == 403
 
 
 async def test_with_a_key_any_host_name_is_accepted() -> None:
@@ -165,14 +154,8 @@ async def test_with_a_key_any_host_name_is_accepted() -> None:
             assert response.status == 201
 
 
-async def test_health_without_a_server_has_the_shape_of_the_other_errors() -> None:
-    async with routed() as (_, _, session):
-        assert (await refused(session, "GET", "/health"))[0] == 503
-
-
-@pytest.mark.parametrize("limit", [1000, 64 << 20])
-async def test_bodies_of_the_control_plane_are_bounded(limit: int) -> None:
-    async with routed(model_server("a"), max_body_bytes=limit) as (_, _, session):
+async def test_bodies_of_the_control_plane_are_bounded() -> None:
+    async with routed(model_server("a")) as (_, _, session):
 
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(3):
@@ -180,31 +163,4 @@ async def test_bodies_of_the_control_plane_are_bounded(limit: int) -> None:
 
         for body in (b" " * (2 << 20), chunks()):
             status, error = await refused(session, "POST", "/workers", data=body)
-            assert (status, error["message"]) == (413, f"the body is longer than {min(limit, 1 << 20)} bytes")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://[::",
-        "http://\ud800:1",
-        "http://" + "a" * 100_000 + ":x",
-    ],
-)
-async def test_odd_urls_of_servers_are_refused(url: str) -> None:
-    async with routed(model_server("a")) as (_, urls, session):
-        status, error = await refused(session, "POST", "/workers", json={"url": url})
-        assert status == 422
-        assert len(error["message"]) <= 1000
-        if "\ud800" not in url:
-            assert (await refused(session, "DELETE", "/workers", params={"url": url[:1000]}))[0] == 404
-        assert [backend["url"] for backend in await listed(session)] == urls
-
-
-async def test_names_of_authentication_schemes_are_case_insensitive() -> None:
-    async with routed(model_server("m"), api_key="k") as (url, _, _):
-        for authorization in ("bearer k", "BEARER k", "Bearer  k"):
-            for path in (CHAT, "/workers/mark_dead?url=x&reason=y"):
-                assert (await post(url, path, headers={"Authorization": authorization}))[0] in (200, 404)
-        for authorization in ("Basic k", "k", "Bearer", "bearerk", "Bearer K", ""):
-            assert (await post(url, CHAT, headers={"Authorization": authorization}))[0] == 401
+            assert (status, error["message"]) == (413, f"the body is longer than {1 << 20} bytes")

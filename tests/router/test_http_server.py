@@ -46,7 +46,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of bytes in each call of `data_received`."""
+    """The number of bytes in each call of `data_received`. Heads may have 1,024."""
     lengths: list[int] = []
     receive = http_server_module._Connection.data_received
 
@@ -55,12 +55,13 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         receive(self, data)
 
     monkeypatch.setattr(http_server_module._Connection, "data_received", count)
+    monkeypatch.setattr(http_server_module, "_MAX_HEAD_BYTES", 1024)
     return lengths
 
 
 @asynccontextmanager
 async def connected(handler: Any, keep_alive_s: float = 60) -> AsyncIterator[Connection]:
-    async with http_server(handler, max_head_bytes=1024, keep_alive_s=keep_alive_s) as url:
+    async with http_server(handler, keep_alive_s=keep_alive_s) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         async with asyncio.timeout(30):
@@ -201,7 +202,7 @@ async def test_a_client_that_disconnects_cancels_its_request() -> None:
 @asynccontextmanager
 async def without_a_network(handler: Any) -> AsyncIterator[tuple[Any, Transport]]:
     transport = Transport()
-    connection: Any = http_server_module._Connection(HttpServer(handler, 1024))
+    connection: Any = http_server_module._Connection(HttpServer(handler))
     connection.connection_made(transport)
     yield connection, transport
     connection.connection_lost(None)

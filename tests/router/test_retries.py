@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from reward_loop.router.backend import Backend, BackendState
+from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig, RouterConfig
 from reward_loop.router.http_client import BackendAnswer, BrokenError, ConnectError, StaleError
-from reward_loop.router.http_server import ClientRequest, Flow
+from reward_loop.router.http_server import ClientRequest
 from reward_loop.router.messages import RawHeader, Refusal
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
@@ -61,9 +61,10 @@ class Caller:
         return int((await self.answer("1.1", *headers)).split(b" ")[1])
 
     async def answer(self, version: str = "1.1", *headers: RawHeader) -> bytes:
-        transport = Transport()
+        transport, writable = Transport(), asyncio.Event()
+        writable.set()
         every = [GROUP, *headers]
-        client = ClientRequest(Flow(transport), "POST", PATH, version, every, keep_alive=version != "1.0")
+        client = ClientRequest(transport, writable, "POST", PATH, version, every, keep_alive=version != "1.0")
         client.end_body()
         await self.proxy(client)
         return transport.written
@@ -96,33 +97,33 @@ async def test_another_server_is_asked(failure: BackendAnswer | Exception) -> No
 async def test_after_a_stale_connection_another_server_is_asked_and_both_stay_in_use() -> None:
     servers = [Scripted(StaleError("x"), answer(200)) for _ in range(2)]
     # By the policy alone, the next attempt would go to the same server again, which may be dead.
-    async with calling(*servers, policy="affinity", max_attempts=1) as caller:
+    async with calling(*servers, policy="affinity") as caller:
         assert await caller.ask() == 200
         assert sorted(server.asked for server in servers) == [1, 2]
-        assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2
+        assert all(backend.up for backend in caller.pool.backends)
 
 
 async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:
     servers = [Scripted(answer(500)) for _ in range(5)]
-    async with calling(*servers, max_attempts=3, max_failures=100) as caller:
+    async with calling(*servers) as caller:
         assert await caller.ask() == 500
-    assert sum(server.asked for server in servers) == 3
+    assert sum(server.asked for server in servers) == 4
 
 
 async def test_broken_connections_use_up_attempts_and_refused_ones_do_not() -> None:
-    async with calling(Scripted(ConnectError("x"), BrokenError("x")), max_attempts=2) as caller:
-        with pytest.raises(Refusal, match="2 connections to servers broke") as refused:
+    async with calling(Scripted(ConnectError("x"), BrokenError("x"))) as caller:
+        with pytest.raises(Refusal, match="4 connections to servers broke") as refused:
             await caller.ask()
         assert refused.value.status == 502
-        assert caller.pool.backends[0].upstream.asked == 3  # type: ignore[attr-defined]
+        assert caller.pool.backends[0].upstream.asked == 5  # type: ignore[attr-defined]
 
 
 async def test_a_server_that_asks_for_a_pause_stays_in_use_and_the_client_gets_its_answer() -> None:
     busy = Scripted(answer(503, retry_after="7"))
-    async with calling(busy, Scripted(answer(200)), max_failures=1) as caller:
+    async with calling(busy, Scripted(answer(200))) as caller:
         assert [await caller.ask() for _ in range(4)] == [200] * 4
-        assert [backend.state for backend in caller.pool.backends] == [BackendState.UP] * 2
-    async with calling(busy, max_failures=1) as caller:
+        assert [backend.failures for backend in caller.pool.backends] == [0, 0]
+    async with calling(busy) as caller:
         assert b"\r\nretry-after: 7\r\n" in await caller.answer()
 
 
@@ -180,12 +181,12 @@ async def test_a_full_server_that_answers_others_stays_in_use_and_its_refusals_a
                 return answer(200)
             return answer(status)
 
-    async with calling(Full(answer(status)), max_failures=3, health_interval_s=1000) as caller:
+    async with calling(Full(answer(status)), health_interval_s=1000) as caller:
         other = asyncio.create_task(caller.ask())
         await asyncio.sleep(0)
         assert [await caller.ask() for _ in range(5)] == [status] * 5
         [backend] = caller.pool.backends
-        assert (backend.state, backend.failures) == (BackendState.UP, 0)
+        assert (backend.up, backend.failures) == (True, 0)
         is_over.set()
         assert await other == 200
 

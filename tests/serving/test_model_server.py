@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ class RecordingRouter(RouterClient):
     """Records the requests to the router instead of sending them."""
 
     def __init__(self) -> None:
-        super().__init__("http://router", asyncio.get_running_loop().create_future())
-        self.started.set_result(None)
         self.requests: list[str] = []
 
-    async def _request(self, method: str, path: str, body: Any = None) -> None:
+    async def report(self, method: str, path: str, body: Any = None) -> None:
         self.requests.append(f"{method} {path}" if body is None else f"{method} {path} {body['url']}")
 
 
@@ -39,8 +36,6 @@ async def test_a_server_in_ray_is_added_when_its_address_is_known_and_replaced_w
     router.requests.clear()
     await server.on_up("http://b:2")
     assert router.requests == ["POST /workers http://b:2", "DELETE /workers?url=http%3A%2F%2Fa%3A1"]
-
-
-async def test_a_server_that_is_not_restarted_is_reported_as_lost(router: RecordingRouter) -> None:
-    await ModelServer(MODEL, "http://a:1", router).on_lost("exited with status 4")
-    assert router.requests == ["POST /workers/mark_dead?url=http%3A%2F%2Fa%3A1&reason=exited+with+status+4&lost=true"]
+    router.requests.clear()
+    await server.on_down("exited with status 4")
+    assert router.requests == ["POST /workers/mark_dead?url=http%3A%2F%2Fb%3A2&reason=exited+with+status+4"]

@@ -179,16 +179,6 @@ async def test_a_forked_child_does_not_hold_the_parent_death_pipe() -> None:
         os.close(held)
 
 
-async def test_the_embedded_server_refuses_a_wrong_path_before_it_imports_torch(stub: Any) -> None:
-    program = [sys.executable, "-X", "importtime", "-m", "reward_loop.serving.embedded.app"]
-    process = stub([*program, "--options", '{"model_path": "/no/such/model"}'])
-    with pytest.raises(ServerStartError, match="exited with status 2"):
-        await process.__aenter__()
-    log = process._log_path.read_text()
-    assert "error: model_path: the directory '/no/such/model' does not exist" in log
-    assert "| torch" not in log
-
-
 async def test_a_long_start_is_logged_with_the_last_line_of_the_servers_log(
     stub: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

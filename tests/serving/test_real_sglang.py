@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import aiohttp
 import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.serving.real_engines import HELLO, TOO_LONG, RealEngine, ask, config_of, judge_url, url_of
+from tests.serving.real_engines import HELLO, RealEngine, config_of, judge_url, url_of
 from tests.support.gsm8k import ROOT
 from tests.support.servers import CHAT
 
@@ -92,19 +92,3 @@ class TestSglang(RealEngine):
                     while await running():
                         pass
                     generated = await tokens() - before
-
-    @pytest.mark.parametrize(
-        ("body", "message"),
-        [({"text": 5}, ""), ({"messages": HELLO}, "text"), ({"text": TOO_LONG}, "context length")],
-    )
-    async def test_errors_of_the_native_classify(
-        self, models: RewardModelManager, body: dict[str, Any], message: str
-    ) -> None:
-        status, answer = await ask(url_of(models), "/classify", {"model": "scorer", **body})
-        assert status == 400
-        assert message in str(answer)
-
-    async def test_other_names_of_models_are_answered(self, models: RewardModelManager) -> None:
-        # Therefore the router rejects them.
-        body = {"model": "nonesuch", "messages": HELLO, "max_tokens": 2}
-        assert (await ask(await judge_url(models), CHAT, body))[0] == 200

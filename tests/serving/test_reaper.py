@@ -63,7 +63,7 @@ def reaped() -> Iterator[Any]:
         assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
         strays.append(pids[-1])
-        return process, parent_fd, Watched([process.pid, *(pids[:2] if how == "killed" else pids)])
+        return process, parent_fd, Watched([process.pid, *pids])
 
     yield start
     for pid in strays:
@@ -95,12 +95,3 @@ def test_signals_are_forwarded_and_the_reaper_ends_by_the_same_signal(reaped: An
     # Python ends by a SIGINT as a signal ends others.
     assert process.wait(60) == -number
     assert watched.left_after(0) == 0
-
-
-def test_a_killed_reaper_takes_the_server_with_it(reaped: Any) -> None:
-    process, _, watched = reaped("killed")
-    process.kill()
-    # The reaper's owner ends what is left of its group, as ServerProcess does. One that has left the group lives on.
-    process.wait()
-    os.killpg(process.pid, signal.SIGKILL)
-    assert watched.left_after() == 0

@@ -24,7 +24,7 @@ from tests.support.servers import STUB_COMMAND, post
 
 ray = pytest.importorskip("ray")
 
-from reward_loop.serving.ray_server import Demand, GpuPlace, GpuReservation  # noqa: E402
+from reward_loop.serving.ray_server import GpuPlace, GpuReservation  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -70,12 +70,11 @@ def until_free(gpus: int) -> None:
 
 
 @asynccontextmanager
-async def reserved(demand: Demand, **options: Any) -> AsyncIterator[list[GpuPlace]]:
-    """Reserve the places of the servers of one model."""
+async def reserved(servers: int, gpus: int, **options: Any) -> AsyncIterator[list[GpuPlace]]:
+    """Reserve the places of servers."""
     reservation = GpuReservation(timeout_s=60, **options)
     try:
-        (places,) = await reservation.places([demand])
-        yield places
+        yield await reservation.places([(gpus, 1)] * servers)
     finally:
         reservation.release()
 
@@ -93,7 +92,7 @@ async def reserved(demand: Demand, **options: Any) -> AsyncIterator[list[GpuPlac
 async def test_servers_leave_room_for_the_trainer(
     servers: int, size: int, groups: int, bundles: int, reserve: Any
 ) -> None:
-    async with reserved(Demand(servers, size, 1), others=[bundles] * groups) as places:
+    async with reserved(servers, size, others=[bundles] * groups) as places:
         assert len(places) == servers
         for _ in range(groups):
             assert await asyncio.to_thread(reserve, bundles)
@@ -102,7 +101,7 @@ async def test_servers_leave_room_for_the_trainer(
 @pytest.mark.usefixtures("cluster")
 async def test_nodes_that_the_trainer_needs_are_not_split() -> None:
     with pytest.raises(ConfigError, match=r"no room for the reward model servers beside the trainer"):
-        await GpuReservation([6, 6], timeout_s=60).places([Demand(1, 4, 1)])
+        await GpuReservation([6, 6], timeout_s=60).places([(4, 1)])
 
 
 async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(reserve: Any) -> None:
@@ -111,7 +110,7 @@ async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(
         ServerStartError,
         match=r"free resources .* within 2 s \(placement_timeout_s\): .*'GPU': 2.0.* nodes have .*'GPU': 8.0",
     ):
-        await GpuReservation(timeout_s=2).places([Demand(5, 2, 1)])
+        await GpuReservation(timeout_s=2).places([(2, 1)] * 5)
     # What was reserved is free again.
     assert await asyncio.to_thread(reserve, 8)
 
@@ -120,7 +119,7 @@ async def test_missing_room_is_an_error_in_time_with_the_resources_of_each_node(
 async def test_servers_without_gpus_are_spread_over_the_nodes() -> None:
     from ray.util import placement_group_table
 
-    async with reserved(Demand(2, 0, 1)) as (first, second):
+    async with reserved(2, 0) as (first, second):
         nodes = placement_group_table(first.group)["bundles_to_node_id"]
         assert nodes[first.bundle] != nodes[second.bundle]
 

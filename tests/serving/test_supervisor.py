@@ -10,7 +10,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from reward_loop._util.web_server import listen
 from reward_loop.errors import ServerDiedError, ServerError
 from reward_loop.serving import supervisor as supervision
 from reward_loop.serving.supervisor import Supervisor
@@ -67,7 +66,7 @@ async def test_a_server_that_cannot_be_made_ready_for_use_is_stopped_and_tried_a
             raise ServerError("it will not sleep")
         up.put_nowait(url)
 
-    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_up=on_up)
+    supervisor = Supervisor(servers.new, on_up=on_up)
     supervisor.start()
     async with asyncio.timeout(30):
         await up.get()
@@ -90,7 +89,7 @@ async def test_a_server_is_restarted_after_a_time_without_free_descriptors(monke
         return servers.new()
 
     down = AsyncMock()
-    supervisor = Supervisor(new, max_restarts=3, window_s=60, on_down=down)
+    supervisor = Supervisor(new, on_down=down)
     supervisor.start()
     await supervisor.started
     servers[0].dies.set()
@@ -109,10 +108,11 @@ async def test_restarts_are_limited_within_a_time_and_go_on_after_it(monkeypatch
         await go_on.acquire()
         now += seconds + 1  # the server lives for a second
 
+    monkeypatch.setattr(supervision, "_MAX_RESTARTS", 2)
     monkeypatch.setattr(supervision.time, "monotonic", lambda: now)
     monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
     servers = Servers()
-    supervisor = Supervisor(servers.new, max_restarts=2, window_s=600, on_lost=AsyncMock(side_effect=AssertionError))
+    supervisor = Supervisor(servers.new)
     supervisor.start()
     await supervisor.started
     for number in range(5):
@@ -128,7 +128,7 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
     starts = asyncio.Semaphore(1)
     servers = without_place, _ = FakeServer(), FakeServer()
     without_place.has_place.clear()
-    supervisors = [Supervisor(partial(next, iter([s])), max_restarts=3, window_s=60, starts=starts) for s in servers]
+    supervisors = [Supervisor(partial(next, iter([s])), starts=starts) for s in servers]
     for supervisor in supervisors:
         supervisor.start()
     async with asyncio.timeout(30):
@@ -142,23 +142,6 @@ async def test_a_server_that_waits_for_a_place_does_not_delay_the_start_of_other
     assert not without_place.entered
 
 
-async def test_a_lost_server_releases_its_address_and_so_does_one_that_is_stopped() -> None:
-    lost: asyncio.Queue[str] = asyncio.Queue()
-    server, socket = FakeServer(), listen("127.0.0.1")
-    supervisor = Supervisor(lambda: server, max_restarts=0, window_s=60, bound=socket, on_lost=lost.put)
-    supervisor.start()
-    await supervisor.started
-    assert socket.fileno() >= 0
-    server.dies.set()
-    async with asyncio.timeout(30):
-        assert await lost.get() == "it was told to"
-    assert socket.fileno() < 0
-    await supervisor.stop()
-    unused = listen("127.0.0.1")
-    await Supervisor(FakeServer, max_restarts=0, window_s=60, bound=unused).stop()
-    assert unused.fileno() < 0
-
-
 @pytest.mark.parametrize("error", [ServerError("it will not sleep"), TypeError("a defect")])
 async def test_an_error_of_the_first_start_is_reported_and_the_start_not_repeated(error: Exception) -> None:
     servers = Servers()
@@ -166,7 +149,7 @@ async def test_an_error_of_the_first_start_is_reported_and_the_start_not_repeate
     async def on_up(_: str) -> None:
         raise error
 
-    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_up=on_up)
+    supervisor = Supervisor(servers.new, on_up=on_up)
     supervisor.start()
     with pytest.raises(type(error), match=str(error)):
         await supervisor.started
@@ -180,7 +163,7 @@ async def test_an_unexpected_error_of_a_restart_is_logged(caplog: pytest.LogCapt
     async def on_down(_: str) -> None:
         raise TypeError("a defect")
 
-    supervisor = Supervisor(servers.new, max_restarts=3, window_s=60, on_down=on_down)
+    supervisor = Supervisor(servers.new, on_down=on_down)
     supervisor.start()
     await supervisor.started
     servers[0].dies.set()
@@ -200,7 +183,7 @@ async def test_a_stop_that_is_cancelled_stops_the_server_at_once_and_waits_for_i
                 self.entered, self.ended = False, True
 
     server = Slow()
-    supervisor = Supervisor(lambda: server, max_restarts=3, window_s=60)
+    supervisor = Supervisor(lambda: server)
     supervisor.start()
     await supervisor.started
     stopping = asyncio.create_task(supervisor.stop())

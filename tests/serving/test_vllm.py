@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import aiohttp
 import pytest
 
-from reward_loop.client import Judge, Number
-from reward_loop.client.judge import expected_score
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
 from tests.serving.real_engines import HELLO, IN_THE_ENGINE_PROCESS, RealEngine, config_of, judge_url, url_of
@@ -76,17 +74,3 @@ class TestVllm(RealEngine):
                         pass
                     tokens = await metric("generation_tokens_total") - before
             assert 0 < tokens < 16 * MAX_NEW_TOKENS
-
-    async def test_a_judge_whose_replies_vllm_restricts(self, models: RewardModelManager) -> None:
-        choices = {"choice": ["Score: 1", "Score: 2"]}
-        judge = Judge("Rate {{answer}}", Number(1, 2), model="judge", max_tokens=32, structured_outputs=choices)
-        assert (await judge(models.reward_router_address, answer="4")).score in (1, 2)
-        verdict = Number(1, 2)
-        more: dict[str, Any] = {"max_tokens": 32, "expected": True, "structured_outputs": choices}
-        judge = Judge("Rate {{answer}}", verdict, model="judge", **more)
-        judgement = await judge(models.reward_router_address, answer="4")
-        assert 1 <= (judgement.score or 0) <= 2
-        # A random model leaves most of the probability to other tokens, where the written verdict counts.
-        assert judgement.reply.logprobs
-        expected = expected_score(verdict, judgement.reply.text, judgement.reply)
-        assert judgement.score == (judgement.verdict if expected is None else expected)

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request, Response
@@ -24,13 +24,10 @@ from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.config import parse as parse_options
 from reward_loop.errors import ConfigError
-from reward_loop.serving.embedded.dialect import ApiError, ChatRequest, ClassifyRequest, R, now, parse
+from reward_loop.serving.embedded.model import ApiError, ChatRequest, ClassifyRequest, EmbeddedModel, R, now, parse
 from reward_loop.serving.engines import SERVER_KEY_VARIABLE
 from reward_loop.serving.models import model_kind
 from reward_loop.serving.options import ServedModelConfig
-
-if TYPE_CHECKING:
-    from reward_loop.serving.embedded.model import EmbeddedModel
 
 
 def create_app(model: EmbeddedModel, key: str | None = None) -> FastAPI:
@@ -131,11 +128,7 @@ def main() -> int:
         path, name = str(config.model_path), str(config.served_model_name or config.model_path)
         kind = model_kind(path, "model_path")
         raise_descriptor_limit()
-        # Imports torch, which takes seconds, so the options are checked first.
-        from reward_loop.serving.embedded.model import EmbeddedModel
-
-        max_wait_s = config.max_wait_ms / 1000
-        model = EmbeddedModel(path, name=name, kind=kind, max_batch_size=config.max_batch_size, max_wait_s=max_wait_s)
+        model = EmbeddedModel(path, name=name, kind=kind, max_batch_size=config.max_batch_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,15 +12,15 @@ and a seeded request draws the same random numbers in every batch.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -35,7 +35,21 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from reward_loop.serving.embedded.dialect import SamplingOptions
+
+class SamplingOptions(BaseModel):
+    """The sampling parameters that a request and its generation have in common, as in vLLM."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """0 decodes greedily."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 or 0 disables top-k sampling."""
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Applies to the tokens of prompt and response, before the temperature."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens in addition to those of the engine."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Seeds a random stream for the response: the same seed draws the same random numbers in every batch."""
 
 
 class SamplingParams(SamplingOptions):
@@ -110,61 +124,55 @@ def _processors(params: SamplingParams) -> list[LogitsProcessor]:
     return processors
 
 
-class RowEndings(StoppingCriteria):
-    """Ends each row at an end token, at its maximum length, or when its request was cancelled.
-
-    Args:
-        params: the parameters of each row.
-        sampler: provides the log-probabilities of each step.
-        end_token_ids: tokens that end a row, in addition to ``stop_token_ids`` of the parameters.
-        abandoned: returns whether the request of a row, given by its number, was cancelled.
-        deliver: called with the row number and its generation as soon as the row has ended.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[SamplingParams],
-        sampler: RowSampler,
-        end_token_ids: Sequence[int],
-        *,
-        abandoned: Callable[[int], bool],
-        deliver: Callable[[int, GeneratedTokens], object],
-    ) -> None:
-        self._params = params
-        self._sampler = sampler
-        self._end_token_ids = frozenset(end_token_ids) | frozenset(params[0].stop_token_ids)
-        self._abandoned = abandoned
-        self._deliver = deliver
-        self._alive = dict(enumerate(GeneratedTokens([], [], "length") for _ in params))
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        chosen = input_ids[:, -1:]
-        tokens = chosen[:, 0].tolist()
-        logprobs = self._sampler.logprobs.gather(1, chosen)[:, 0].tolist()
-        for row, generation in list(self._alive.items()):
-            generation.token_ids.append(tokens[row])
-            generation.logprobs.append(logprobs[row])
-            if tokens[row] in self._end_token_ids:
-                generation.finish_reason = "stop"
-            elif len(generation.token_ids) < self._params[row].max_tokens and not self._abandoned(row):
-                continue
-            del self._alive[row]
-            self._deliver(row, generation)
-        ended = [row not in self._alive for row in range(len(tokens))]
-        return torch.tensor(ended, device=input_ids.device)
-
-
 @dataclass(slots=True, eq=False)
 class _Request:
     token_ids: list[int]
     params: SamplingParams | None
     """``None`` for a classification."""
+    shares: str | None
+    """What the requests of a batch have in common."""
     arrived: float
     result: asyncio.Future[Any]
 
-    @property
-    def new_tokens(self) -> int:
-        return self.params.max_tokens if self.params else 0
+
+class RowEndings(StoppingCriteria):
+    """Ends each row at an end token, at its maximum length, or when its request was cancelled.
+
+    Args:
+        batch: the requests, one for each row.
+        sampler: provides the log-probabilities of each step.
+        end_token_ids: tokens that end a row.
+        loop: where each request gets its generation as soon as its row has ended.
+    """
+
+    def __init__(
+        self,
+        batch: Sequence[_Request],
+        sampler: RowSampler,
+        end_token_ids: Container[int],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._sampler = sampler
+        self._end_token_ids = end_token_ids
+        self._loop = loop
+        self._alive = {row: (request, GeneratedTokens([], [], "length")) for row, request in enumerate(batch)}
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        chosen = input_ids[:, -1:]
+        tokens = chosen[:, 0].tolist()
+        logprobs = self._sampler.logprobs.gather(1, chosen)[:, 0].tolist()
+        for row, (request, generation) in list(self._alive.items()):
+            assert request.params is not None
+            generation.token_ids.append(tokens[row])
+            generation.logprobs.append(logprobs[row])
+            if tokens[row] in self._end_token_ids:
+                generation.finish_reason = "stop"
+            elif len(generation.token_ids) < request.params.max_tokens and not request.result.done():
+                continue
+            del self._alive[row]
+            self._loop.call_soon_threadsafe(_deliver, request.result, generation)
+        ended = [row not in self._alive for row in range(len(tokens))]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 class BatchingEngine:
@@ -187,8 +195,6 @@ class BatchingEngine:
         max_wait_s: the maximum number of seconds that a request waits for other requests while the model is idle.
         quiet_s: a batch runs before ``max_wait_s`` is over if no request has arrived for this number of seconds;
             ``None`` disables this.
-        max_batch_tokens: the maximum of rows times length (input and new tokens) of a batch. A single request that
-            exceeds it runs alone.
         seed: seeds the random stream of requests without a seed; by default, every process draws its own seed.
     """
 
@@ -201,33 +207,29 @@ class BatchingEngine:
         max_batch_size: int = 64,
         max_wait_s: float = 0.003,
         quiet_s: float | None = None,
-        max_batch_tokens: int = 32_768,
         seed: int | None = None,
     ) -> None:
         self._model = model
         self._pad_token_id = pad_token_id
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._max_wait_s = max_wait_s
         self._quiet_s = max_wait_s if quiet_s is None else quiet_s
-        self._max_batch_tokens = max_batch_tokens
         text_config = model.config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
         self.max_length: int | None = getattr(text_config, "max_position_embeddings", None)
         """The model's context length in tokens, for input and new tokens together; ``None`` if unknown."""
         self._random = torch.Generator(model.device)
-        if seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(seed)
+        self._random.manual_seed(secrets.randbits(63) if seed is None else seed)
         if model.can_generate():
             model.generation_config = GenerationConfig(pad_token_id=pad_token_id)
-        self._groups: dict[str | None, deque[_Request]] = {}
+        self._waiting: list[_Request] = []
+        """In the order of their arrival."""
         self._running: list[_Request] = []
         self._arrival = asyncio.Event()
         self.model_lock = asyncio.Lock()
         """Held by the running batch. While a caller holds it, the model is idle, and its weights may be changed."""
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor
         self._worker: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -237,17 +239,14 @@ class BatchingEngine:
 
     async def __aexit__(self, *_: object) -> None:
         worker, self._worker = self._worker, None
-        thread, self._thread = self._thread, None
         assert worker is not None
-        assert thread is not None
         worker.cancel()
-        for request in [*self._running, *(r for group in self._groups.values() for r in group)]:
+        for request in [*self._running, *self._waiting]:
             # The thread cannot be cancelled: `RowEndings` ends the rows of cancelled requests at the next token.
             request.result.cancel()
-        self._groups.clear()
         await asyncio.wait([worker])
         # In another thread, because it waits for the batch.
-        await asyncio.to_thread(thread.shutdown)
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def generate(self, prompt_ids: list[int], params: SamplingParams) -> GeneratedTokens:
         """Generate a continuation of ``prompt_ids``.
@@ -273,16 +272,16 @@ class BatchingEngine:
         if self._worker is None:
             raise RuntimeError("the engine is not running: use it inside `async with BatchingEngine(...)`")
         loop = asyncio.get_running_loop()
-        request = _Request(token_ids, params, loop.time(), loop.create_future())
+        shares = params.distribution if params else None
+        request = _Request(token_ids, params, shares, loop.time(), loop.create_future())
         # Before it is queued: an invalid request must not fail the batch of others.
         self._check(request)
-        group = params.distribution if params else None
-        self._groups.setdefault(group, deque()).append(request)
+        self._waiting.append(request)
         self._arrival.set()
         return await request.result
 
     def _check(self, request: _Request) -> None:
-        ids, new = request.token_ids, request.new_tokens
+        ids, new = request.token_ids, request.params.max_tokens if request.params else 0
         if not ids:
             raise ValueError("the input has no tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
@@ -293,49 +292,32 @@ class BatchingEngine:
 
     async def _work(self) -> None:
         while True:
-            group = await self._next_group()
+            await self._may_run()
             async with self.model_lock:
-                self._running = self._take_batch(group)
+                self._running = self._oldest()[: self._max_batch_size]
+                self._waiting = [request for request in self._waiting if request not in self._running]
                 if self._running:
                     await self._run(self._running)
                 self._running = []
 
-    async def _next_group(self) -> deque[_Request]:
-        """Return the group with the oldest request, once it has a full batch or its waiting time is over."""
+    async def _may_run(self) -> None:
+        """Wait until the requests that the oldest one shares a batch with are a full batch, or have waited enough."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrival.clear()
-            self._drop_cancelled()
             deadline = None
-            if self._groups:
-                group = min(self._groups.values(), key=lambda waiting: waiting[0].arrived)
+            if group := self._oldest():
                 deadline = min(group[0].arrived + self._max_wait_s, group[-1].arrived + self._quiet_s)
                 if len(group) >= self._max_batch_size or loop.time() >= deadline:
-                    return group
+                    return
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._arrival.wait()
 
-    def _drop_cancelled(self) -> None:
-        for key, group in list(self._groups.items()):
-            while group and group[0].result.done():
-                group.popleft()
-            if not group:
-                del self._groups[key]
-
-    def _take_batch(self, group: deque[_Request]) -> list[_Request]:
-        batch: list[_Request] = []
-        input_tokens = new_tokens = 0
-        while group and len(batch) < self._max_batch_size:
-            request = group[0]
-            if not request.result.done():
-                input_tokens = max(input_tokens, len(request.token_ids))
-                new_tokens = max(new_tokens, request.new_tokens)
-                if batch and (len(batch) + 1) * (input_tokens + new_tokens) > self._max_batch_tokens:
-                    break
-                batch.append(request)
-            group.popleft()
-        return batch
+    def _oldest(self) -> list[_Request]:
+        """Drop cancelled requests, and return those that can share a batch with the oldest one."""
+        self._waiting = [request for request in self._waiting if not request.result.done()]
+        return [request for request in self._waiting if request.shares == self._waiting[0].shares]
 
     async def _run(self, batch: list[_Request]) -> None:
         loop = asyncio.get_running_loop()
@@ -357,13 +339,8 @@ class BatchingEngine:
     def _generate(self, batch: list[_Request], loop: asyncio.AbstractEventLoop) -> None:
         params = [request.params for request in batch if request.params]
         sampler = RowSampler(params, self._random)
-        endings = RowEndings(
-            params,
-            sampler,
-            self._eos_token_ids,
-            abandoned=lambda row: batch[row].result.done(),
-            deliver=lambda row, generation: loop.call_soon_threadsafe(_deliver, batch[row].result, generation),
-        )
+        ends = self._eos_token_ids.union(params[0].stop_token_ids)
+        endings = RowEndings(batch, sampler, ends, loop)
         self._model.generate(
             **self._inputs(batch, padding_side="left"),
             logits_processor=LogitsProcessorList([sampler]),

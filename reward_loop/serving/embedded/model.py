@@ -1,24 +1,135 @@
-"""The model of the embedded server, which answers requests."""
+"""The model of the embedded server, and the part of vLLM's HTTP API that it answers."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+import time
+import uuid
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError, model_validator
 
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
-from reward_loop.serving.embedded.batching import BatchingEngine, SamplingParams
-from reward_loop.serving.embedded.dialect import (
-    ApiError,
-    ChatRequest,
-    ClassifyRequest,
-    SamplingOptions,
-    envelope,
-)
+from reward_loop.serving.embedded.batching import BatchingEngine, SamplingOptions, SamplingParams
 from reward_loop.serving.models import ModelKind
+
+
+class ApiError(Exception):
+    """An error that the client receives in vLLM's format: ``{"error": {"message", "type", "param", "code"}}``."""
+
+    def __init__(self, code: int, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        kind = {404: "NotFoundError", 500: "InternalServerError"}.get(code, "BadRequestError")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class RequestBody(BaseModel):
+    """Base of all bodies. A field that this server does not know is an error, unless it is ``null``, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class TextPart(RequestBody):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(RequestBody):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, with the content joined to one string."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content}
+
+
+class PromptRequest(RequestBody):
+    """A request with a prompt that this server tokenizes."""
+
+    model: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatRequest(PromptRequest, SamplingOptions):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    n: Literal[1] = 1
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stream: Literal[False] = False
+
+
+class ClassifyRequest(PromptRequest):
+    """``POST /classify``: either ``input`` or ``messages``."""
+
+    input: StrictStr | None = None
+    text: Any = None
+    """SGLang's name of `input`, which the library's client sends, too; ignored."""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    use_activation: Literal[False]
+    """Required: the answer has logits, and servers that get no `use_activation` send probabilities."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ClassifyRequest:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("give either `input` or `messages`")
+        return self
+
+
+R = TypeVar("R", bound=PromptRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Parse a request from JSON.
+
+    Raises:
+        ApiError: status 400: the body is not valid JSON (lone surrogates in strings are not valid), or a field has an
+            invalid or unsupported value.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        paths = [".".join(map(str, problem["loc"])) for problem in problems]
+        message = "; ".join(f"{path or 'body'}: {one['msg']}" for path, one in zip(paths, problems, strict=True))
+        raise ApiError(400, message, param=paths[0].partition(".")[0] or None) from None
+
+
+def envelope(prefix: str, kind: str, model: str, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    """Return the fields that all responses have: a new id with this prefix, the time, the model and the usage."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": now(),
+        "model": model,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+        },
+    }
+
+
+def now() -> int:
+    """Return the Unix time in whole seconds."""
+    return int(time.time())
 
 
 class EmbeddedModel:
@@ -47,7 +158,6 @@ class EmbeddedModel:
         if text_config.pad_token_id is None:
             candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
             text_config.pad_token_id = next((token for token in candidates if token is not None), 0)
-        self._template_options = frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
         self.engine = BatchingEngine(
             self._model,
             pad_token_id=text_config.pad_token_id,
@@ -119,19 +229,12 @@ class EmbeddedModel:
 
     def _prompt(self, body: ChatRequest | ClassifyRequest) -> list[int]:
         """Return the token ids of the conversation, formatted with the model's chat template."""
-        arguments = body.chat_template_kwargs
-        if reserved := sorted(arguments.keys() & self._template_options):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs cannot set {', '.join(reserved)}: leave it out",
-                param="chat_template_kwargs",
-            )
         try:
             text = self.tokenizer.apply_chat_template(
                 [message.as_dict() for message in body.messages or ()],
                 add_generation_prompt=isinstance(body, ChatRequest),
                 tokenize=False,
-                **arguments,
+                **body.chat_template_kwargs,
             )
         # A chat template may raise any exception for messages that it does not support.
         except Exception as error:

@@ -40,7 +40,7 @@ OWN_GPUS = "give the model GPUs of its own: reward_model.enable_resource_pool=Tr
 
 _WITH_VERLS_SERVERS = (
     *("models", "served_model_name", "max_concurrent", "timeout"),
-    *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s", "max_in_flight"),
+    *("placement", "host", "router_port", "log_dir", "policy", "request_timeout_s"),
     *("health_interval_s", "health_timeout_s", "max_failed_checks"),
 )
 """The options of ``reward_model.server`` that apply to a reward model on the trainer's GPUs: those of the router and of

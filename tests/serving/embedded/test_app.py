@@ -120,9 +120,10 @@ CHAT_ERRORS = [
     ({"temperature": -1}, 400, "temperature"),
     ({"max_tokens": 10_000}, 400, "maximum context length is 512"),
     ({"stream": True}, 400, "stream"),
-    ({"logprobs": True}, 400, "logprobs"),
+    ({"logprobs": True}, 400, "logprobs: Extra inputs are not permitted"),
+    ({"stop": ["a"]}, 400, "stop: Extra inputs are not permitted"),
     ({"n": 2}, 400, "n: "),
-    ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs cannot set tokenize"),
+    ({"chat_template_kwargs": {"tokenize": True}}, 400, "the chat template rejected the messages"),
     ({"messages": [{"role": "user", "content": "a \ud800 b"}]}, 400, "hex escape"),
     ({"model": "other"}, 404, "The model `other` does not exist"),
 ]
@@ -221,9 +222,9 @@ async def test_a_client_that_leaves_takes_its_request_back(scorer: Client) -> No
         async with aiohttp.ClientSession(scorer.session._base_url) as leaver:
             request = asyncio.create_task(leaver.post("/classify", json={"input": "x", "use_activation": False}))
             async with asyncio.timeout(60):
-                while not engine._groups:
+                while not engine._waiting:
                     await asyncio.wait([request], timeout=0.01)
-            (waiting,) = next(iter(engine._groups.values()))
+            (waiting,) = engine._waiting
             request.cancel()
             await asyncio.wait([request, waiting.result], timeout=60)
         assert waiting.result.cancelled()
