@@ -35,6 +35,8 @@ PATH, GROUP = b"/v1/chat/completions", (b"x-reward-loop-group", b"7")
 class Scripted:
     """Stands for a server: gives what it was told to, in turn, and the last thing for ever."""
 
+    reads = 0
+
     def __init__(self, *outcomes: BackendAnswer | Exception) -> None:
         self.outcomes = list(outcomes)
         self.asked = 0
