@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import gpu
 from benchmarks.report import Report
-from tests.support.gsm8k import ROOT
 
 training = pytest.importorskip("benchmarks.training", reason="verl's packages are not installed")
 gpu_runs = pytest.importorskip("benchmarks.gpu_runs")
@@ -60,29 +56,6 @@ def test_stages_that_fail_are_named_with_cause_and_log_and_the_next_ones_run(rep
     }
     assert report.figures["left_out"] == []
     assert report.figures["stage_s"].keys() == stages.keys()
-
-
-def test_stages_without_time_are_left_out_and_others_get_the_time_that_is_left(report: Report, tmp_path: Path) -> None:
-    given: list[float] = []
-    gpu.run(report, {"learning": given.append}, tmp_path, time.monotonic() + gpu.LEAST_S + 30.0)
-    assert gpu.LEAST_S < given[0] <= gpu.LEAST_S + 30.0 < gpu.DEADLINES["learning"]
-    gpu.run(report, {"learning": given.append}, tmp_path, time.monotonic() + gpu.LEAST_S - 1.0)
-    assert len(given) == 1
-    assert report.figures["left_out"] == ["learning"]
-
-
-def test_judging_takes_as_long_as_the_generation_and_training_that_were_measured(tmp_path: Path) -> None:
-    size = gpu_runs.GPU
-    judge = gpu_runs.JudgeLatency(tmp_path / "scale", size)
-    first = [{"timing_s/gen": 50.0, "timing_s/update_actor": 9.0}] * size.first
-    judge.look(first)
-    assert judge.seconds is None
-    assert float(judge.file.read_text()) == 0
-    judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0, "timing_s/old_log_prob": 1.0}])
-    judge.look([*first, {"timing_s/gen": 3.0, "timing_s/update_actor": 4.0}, {"timing_s/gen": 9.0}])
-    assert (judge.seconds, judge.after) == (8.0, size.first + 1)
-    scale = float(judge.file.read_text())
-    assert training.seconds_of_judging(scale, size.samples, size.judged_at_a_time) == pytest.approx(8.0)
 
 
 def test_the_modes_are_compared_by_the_steps_that_have_the_latency(
@@ -201,32 +174,3 @@ def test_stages_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert figures["servers"]["killed"]["failed"] == 0 < figures["servers"]["killed"]["in_flight"]
     for model in ("judge", "scorer"):
         assert figures["servers"][model]["router_per_s"] > 0 < figures["servers"][model]["direct_per_s"]
-
-
-@pytest.mark.integration
-def test_an_interruption_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--output", str(tmp_path / "output")]
-    with subprocess.Popen([*command, "--only", "servers"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            while not any("reward_loop.serving.embedded" in part for child in running(process) for part in child):
-                assert process.poll() is None
-                time.sleep(0.1)
-            started = psutil.Process(process.pid).children(recursive=True)
-            # While the first server loads; that servers which are ready are stopped is a check of the stage itself.
-            process.send_signal(signal.SIGINT)
-            printed, _ = process.communicate(timeout=60)
-            assert process.returncode == 130
-        finally:
-            process.kill()
-    assert "Interrupted; all processes have ended." in printed
-    _, left = psutil.wait_procs(started, timeout=30)
-    assert left == []
-
-
-def running(process: subprocess.Popen[str]) -> list[list[str]]:
-    """The command lines of the processes that a process has started."""
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found.append(child.cmdline())
-    return found

@@ -11,8 +11,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["checked_address", "proxy_of", "url_of"]
-
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 """The name of a host, or an IPv4 address."""
 

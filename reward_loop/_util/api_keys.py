@@ -9,8 +9,6 @@ import os
 
 from reward_loop.errors import ConfigError
 
-__all__ = ["api_key_of", "checked_api_key", "has_key"]
-
 
 def api_key_of(variable: str) -> str | None:
     """Return the API key in an environment variable; ``None`` if it is unset or blank.

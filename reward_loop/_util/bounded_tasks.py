@@ -7,8 +7,6 @@ import contextvars
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["BoundedTasks", "together"]
-
 T = TypeVar("T")
 
 STARTS_PER_TURN = 32

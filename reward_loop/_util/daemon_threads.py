@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["DaemonThreads"]
-
 T = TypeVar("T")
 
 _IDLE_SECONDS = 10.0

@@ -19,8 +19,6 @@ from typing import Generic, TypeVar
 
 from reward_loop._util.text import user_frame
 
-__all__ = ["LoopPulse", "in_background", "line_on_loop", "stack_on_loop"]
-
 _OF_THE_LOOP = {
     "asyncio/events.py": {"_run"},
     "asyncio/runners.py": {"run"},
@@ -75,16 +73,12 @@ class LoopPulse:
         return line_on_loop(self.thread) or "code that is unknown"
 
 
-def stack_on_loop(thread: int) -> list[traceback.FrameSummary]:
-    """Return the stack of the callback that the event loop in this thread runs; empty if it runs none."""
-    frame = sys._current_frames().get(thread)
-    stack = [] if frame is None else list(traceback.extract_stack(frame))
-    return stack[1 + max((i for i, entry in enumerate(stack) if _is_of_the_loop(entry)), default=-1) :]
-
-
 def line_on_loop(thread: int) -> str | None:
     """Return the innermost line of the user's code on the event loop in this thread; ``None`` if it runs none."""
-    found = user_frame(stack_on_loop(thread))
+    frame = sys._current_frames().get(thread)
+    stack = [] if frame is None else list(traceback.extract_stack(frame))
+    # The stack of the callback; empty if there is none.
+    found = user_frame(stack[1 + max((i for i, entry in enumerate(stack) if _is_of_the_loop(entry)), default=-1) :])
     return None if found is None else f"{found.name} ({Path(found.filename).name}:{found.lineno})"
 
 

@@ -9,8 +9,7 @@ text, finite numbers, bools, ``None``          the same
 NaN and infinities                             ``None``
 bytes                                          `BYTES`; `with_bytes` returns the bytes
 tuples, sets, numpy arrays, torch tensors      lists; arrays and tensors without an axis numbers
-mappings, dataclasses                          dicts, whose keys are text: ``str()`` of the key, and its type if another
-                                               key has this text
+mappings, dataclasses                          dicts, whose keys are text: ``str()`` of the key
 enums; dates and times                         their value; text in the form of ISO 8601
 integers beyond the range of float             text, of more than about 4,200 digits hexadecimal
 values of other types                          their ``str()``
@@ -33,8 +32,6 @@ from numbers import Real
 from typing import Any
 
 import orjson
-
-__all__ = ["BYTES", "MISSING", "decode", "encode", "encode_fast", "look_up", "portable", "to_json", "with_bytes"]
 
 BYTES = "$bytes"
 """Bytes are written as an object with this key, and their base64 as its value."""
@@ -114,25 +111,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else None
     if depth > _MAX_DEPTH:  # it may contain itself
         return _text(value)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return _with_text_keys(value, depth)
+        return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return _plain(_known(value), depth + 1)
-
-
-def _with_text_keys(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-    """Return a mapping as `to_json` writes it. Keys that are text stay as they are; others may get their type."""
-    plain = {_text(key): _plain(item, depth + 1) for key, item in value.items() if isinstance(key, str)}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            text = _text(key)
-            while text in plain:
-                text += f" ({type(key).__name__})"
-            plain[text] = _plain(item, depth + 1)
-    return plain
 
 
 def _known(value: Any) -> Any:
@@ -148,8 +131,8 @@ def _known(value: Any) -> Any:
         return value.value
     if type(value) in (datetime, date, time):
         return value.isoformat()
-    if isinstance(value, memoryview):
-        return value.tobytes()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {BYTES: base64.b64encode(value).decode()}
     if getattr(getattr(value, "dtype", None), "kind", None) == "M":  # `tolist` of nanoseconds returns integers
         value = value.astype("datetime64[us]")
     if callable(getattr(value, "tolist", None)):
@@ -158,8 +141,6 @@ def _known(value: Any) -> Any:
         # For instance a tensor on a failed device.
         except Exception:
             return _text(value)
-    if isinstance(value, bytes | bytearray):
-        return {BYTES: base64.b64encode(value).decode()}
     return _text(value)
 
 

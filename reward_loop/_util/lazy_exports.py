@@ -13,23 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["face"]
-
 
 def face(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose stub is beside its ``file``.
-
-    Raises:
-        ImportError: the stub cannot be read.
-    """
-    path = Path(file).with_suffix(".pyi")
-    try:
-        stub = ast.parse(path.read_text())
-    except OSError as error:
-        raise ImportError(
-            f"{path} cannot be read: it lists the public names of {package}. Install the package with this file "
-            f"({error})"
-        ) from None
+    """Return the ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose stub is beside its ``file``."""
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text())
     imports = (statement for statement in stub.body if isinstance(statement, ast.ImportFrom))
     modules = {alias.name: statement.module or "" for statement in imports for alias in statement.names}
 

@@ -23,22 +23,6 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = [
-    "GC_THRESHOLD",
-    "ParentDeathPipe",
-    "adopt_orphans",
-    "children",
-    "descendants",
-    "die_with_parent",
-    "exit_with_parent",
-    "freeze_and_raise_gc_threshold",
-    "kill",
-    "kill_children",
-    "kill_marked",
-    "raise_descriptor_limit",
-    "raise_gc_threshold",
-]
-
 _OPEN_FILES = 65_536
 
 GC_THRESHOLD = 200_000

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from time import time
 
-__all__ = ["REFUSAL_STATUS", "Backoff", "asked_pause", "is_incurable", "is_out_of_credit", "retry_after_seconds"]
-
 REFUSAL_STATUS = frozenset({429, 529})
 """Too many requests (429), and Anthropic's status for an overloaded service (529)."""
 

@@ -18,8 +18,6 @@ from typing import Any, NoReturn, TypeVar
 
 from reward_loop._util.event_loops import line_on_loop
 
-__all__ = ["end_at_once", "handle", "name_of", "run"]
-
 T = TypeVar("T")
 
 _SAME_SECONDS = 1.0

@@ -13,8 +13,6 @@ from typing import IO, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-__all__ = ["WIDE", "console", "printable", "reserve_stdout"]
-
 
 @contextlib.contextmanager
 def reserve_stdout() -> Iterator[TextIO]:

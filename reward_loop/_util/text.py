@@ -1,4 +1,4 @@
-"""Parts of error messages: shortened values, causes, the user's lines of a traceback."""
+"""Parts of error messages: shortened values, the user's lines of a traceback."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-
-__all__ = [
-    "Causes",
-    "counted",
-    "cut",
-    "did_you_mean",
-    "duration",
-    "first_line",
-    "last_user_frame",
-    "listing",
-    "rounded",
-    "shorten",
-    "user_frame",
-    "user_lines",
-]
 
 
 def counted(number: int, noun: str) -> str:
@@ -66,33 +51,6 @@ def shorten(value: object, limit: int = 120) -> str:
     except Exception:
         text = f"<{type(value).__qualname__}, whose repr() raises>"
     return cut(text, limit)
-
-
-_MAX_CAUSES = 1000
-"""The maximum number of separate causes, which bounds the memory. Further causes share one entry."""
-
-
-class Causes:
-    """Counts samples without a score by cause, and keeps the first error of each cause as the example."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, str]] = {}
-
-    def add(self, cause: str | None, error: str) -> None:
-        """Count one sample with its error message. Without a cause, this is the first line of the message."""
-        cause = cause or first_line(error)
-        if cause not in self._found and len(self._found) >= _MAX_CAUSES:
-            cause = "other causes"
-        count, example = self._found.get(cause, (0, error))
-        self._found[cause] = (count + 1, example)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def most_common(self) -> list[tuple[int, str, str]]:
-        """Return the count, the cause and the example of each cause, the most frequent cause first."""
-        counted_causes = [(count, cause, example) for cause, (count, example) in self._found.items()]
-        return sorted(counted_causes, key=lambda found: -found[0])
 
 
 def first_line(error: str) -> str:

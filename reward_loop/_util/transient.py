@@ -12,21 +12,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from reward_loop._util.retry_after import REFUSAL_STATUS, asked_pause, is_incurable, is_out_of_credit
-from reward_loop.errors import DOWN_STATUS
-
-__all__ = [
-    "DOWN_STATUS",
-    "RouterCode",
-    "address_of",
-    "error_code",
-    "is_refusal",
-    "is_transient",
-    "model_of",
-    "out_of_credit",
-    "retry_after",
-    "status_of",
-    "unreachable",
-]
 
 
 class RouterCode(StrEnum):

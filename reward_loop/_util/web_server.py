@@ -24,23 +24,6 @@ from reward_loop.errors import ConfigError
 if TYPE_CHECKING:
     import uvicorn
 
-__all__ = [
-    "add_arguments",
-    "api_key",
-    "is_foreign_origin",
-    "is_known_host",
-    "is_loopback",
-    "listen",
-    "listener_of",
-    "open_listener",
-    "own_names",
-    "reserve",
-    "serve",
-    "serve_until_signal",
-    "stop_on_disconnect",
-    "url_of",
-]
-
 _KEEP_ALIVE_S = 75
 """Idle connections are closed after this time, in seconds. It is longer than clients keep them, so that the client
 closes them, not the server."""
@@ -98,8 +81,6 @@ def url_of(listener: socket.socket) -> str:
 
 def is_loopback(listener: socket.socket) -> bool:
     """Return whether the socket can be reached from this machine only."""
-    if listener.family == socket.AF_UNIX:
-        return True
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 

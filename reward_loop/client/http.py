@@ -34,9 +34,10 @@ from reward_loop._util.transient import (
 )
 from reward_loop.client.request_cache import RequestCache
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import Call, RequestRetries, call_here, outside_the_deadline, report_answer
+from reward_loop.limits.call import Call, call_here, outside_the_deadline, report_answer
 from reward_loop.limits.call import limit as limited
-from reward_loop.limits.local import ModelRequests, answer_of
+from reward_loop.limits.local import OF_MODEL, answer_of
+from reward_loop.limits.options import RetryConfig
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.records import current, hide, waiting_for
 from reward_loop.records.writer import MIN_LENGTH
@@ -55,7 +56,7 @@ Timeout = float | Literal["model"] | None
 
 T = TypeVar("T")
 
-_NO_CALL = RequestRetries(1, 0.5, waits_for_outages=False)
+_NO_CALL = RetryConfig(max_attempts=1)
 """The attempts of a request outside of a reward function."""
 
 _LONGEST_PAUSE_S = 30.0
@@ -136,10 +137,10 @@ async def post(
     call = None if is_base_url else call_here()
     headers = _headers(call, is_base_url, api_key_env)
     model = body.get("model")
-    own = ModelRequests() if call is None else _requests(call.models, model)
-    limit = limit or own.limit
+    models_limit, models_timeout = _of_model(call, model)
+    limit = limit or models_limit
     if timeout == "model":
-        timeout = own.timeout or USUAL_TIMEOUT_S
+        timeout = models_timeout or USUAL_TIMEOUT_S
     if cache is not None and (known := await cache.get(url, body)) is not None:
         stored = Exchange(url, body, api_key_env)
         stored.update(response=known, cached=True)
@@ -166,11 +167,13 @@ async def post(
         await cache.put(url, body, answer)
 
 
-def _requests(models: Mapping[str, ModelRequests], model: str | None) -> ModelRequests:
-    """Return what applies to a request; one that names no model asks the only one."""
-    if model is None and len(models) == 1:
-        return next(iter(models.values()))
-    return ModelRequests() if model is None else models.get(model, ModelRequests())
+def _of_model(call: Call | None, model: str | None) -> tuple[str | None, float | None]:
+    """Return the limit and the deadline of requests to a model; a request that names no model asks the only one."""
+    models = {} if call is None else call.limits.options.models
+    name = next(iter(models)) if model is None and len(models) == 1 else model
+    if name is None or name not in models:
+        return None, None
+    return OF_MODEL + name if models[name].max_concurrent else None, models[name].timeout
 
 
 def _raise_if_away(url: str, judge: JudgeAddress) -> None:
@@ -216,7 +219,7 @@ def _headers(call: Call | None, is_base_url: bool, api_key_env: str | None) -> d
         if (key := api_key_of(api_key_env)) is None:
             raise ConfigError(f"the environment variable {api_key_env}, which should hold the API key, is not set")
         headers["authorization"] = f"Bearer {key}"
-    if call is not None and call.request_retries.waits_for_outages:
+    if call is not None and call.limits.options.outage_timeout_s:
         headers[NO_WAIT_HEADER] = "1"
     if (active := current()) is None:
         return headers
@@ -520,9 +523,9 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
             that is down make it ``unreachable``.
     """
     call = call_here()
-    retries = _NO_CALL if call is None else call.request_retries
+    retries = _NO_CALL if call is None else call.limits.options.retry
     most = attempts or retries.max_attempts
-    backoff = Backoff(retries.first_pause_s)
+    backoff = Backoff(retries.initial_wait)
     attempt = 0
     while True:
         attempt += 1
@@ -535,7 +538,7 @@ async def repeated(send: Callable[[], Awaitable[T]], address: str | None, attemp
             pause = (error.retry_after or 0.0) + backoff.next_s()
             if attempt >= most or pause > _LONGEST_PAUSE_S:
                 if not is_busy and call is not None:
-                    if error.is_down and retries.waits_for_outages:
+                    if error.is_down and call.limits.options.outage_timeout_s:
                         error.unreachable = server_of(url_of(address, ""))
                     else:
                         error.final = True

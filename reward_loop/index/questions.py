@@ -15,12 +15,14 @@ from typing import Any
 import duckdb
 import orjson
 
-from reward_loop._util.intervals import Z95
 from reward_loop._util.text import listing
 from reward_loop.errors import ConfigError
 from reward_loop.index.filters import SampleFilter, number_of, value_of
 from reward_loop.index.index import Index, rows_of
 from reward_loop.types import Outcome
+
+_Z95 = 1.96
+"""The 97.5 % quantile of the normal distribution, for confidence intervals of 95 %."""
 
 SHOWN = 5
 """The number of the samples whose scores differ most."""
@@ -404,5 +406,5 @@ def _difference(row: dict[str, Any], is_paired: bool) -> dict[str, Any]:
         row["difference"] = row["mean_b"] - row["mean_a"] if known else None
         counts = (row["scored_a"], row["scored_b"])
         error = None if None in variances else math.sqrt(sum(v / n for v, n in zip(variances, counts, strict=True)))
-    low, high = (None, None) if error is None else (row["difference"] + sign * Z95 * error for sign in (-1, 1))
+    low, high = (None, None) if error is None else (row["difference"] + sign * _Z95 * error for sign in (-1, 1))
     return {**row, "interval": None if low is None else [low, high], "agreement": row["equal"] / both if both else None}

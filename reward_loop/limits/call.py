@@ -12,20 +12,18 @@ import contextvars
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from reward_loop._util.text import shorten
 from reward_loop.errors import BudgetSpentError, ConfigError, LimitError
 from reward_loop.limits.local import (
     ABANDONED,
-    OF_MODEL,
     REWARD_MODEL,
     WHOLE_CALL,
     Limits,
-    ModelRequests,
     Order,
     Permit,
     answer_of,
@@ -34,17 +32,6 @@ from reward_loop.limits.local import (
 )
 from reward_loop.processes import in_isolated_call
 from reward_loop.records import ActiveSample, current, waiting_for
-
-
-class RequestRetries(NamedTuple):
-    """How the requests of a function are repeated."""
-
-    max_attempts: int
-    """The largest number of attempts of a request."""
-    first_pause_s: float
-    waits_for_outages: bool
-    """Whether the function is called again after an outage."""
-
 
 _SHORTEST_S = 0.01
 """The shortest time between two looks at the clock of a call, in seconds."""
@@ -82,8 +69,7 @@ class Call:
     _whole: tuple[Permit, ...] = field(init=False, default=())
     """The permits of the whole call. All tokens of the call count at the first one, too."""
     _requests: list[asyncio.Future[Permit]] = field(init=False, default_factory=list)
-    """All requests within the function, granted ones too; ended ones are removed when there are `_prune_at`."""
-    _prune_at: int = field(init=False, default=16)
+    """All requests within the function, granted and ended ones too."""
     _waits: int = field(init=False, default=0)
     _waiting_since: float = field(init=False, default=0.0)
     _waited: float = field(init=False, default=0.0)
@@ -132,21 +118,6 @@ class Call:
             # Set with the error: a thread cannot be stopped, and must get no more permits.
             self.abandoned = True
             self.future.set_exception(TimeoutError())
-
-    @property
-    def request_retries(self) -> RequestRetries:
-        """How requests of the function are repeated."""
-        options = self.limits.options
-        waits = options.outage_timeout_s > 0
-        return RequestRetries(options.retry.max_attempts, options.retry.initial_wait, waits)
-
-    @property
-    def models(self) -> Mapping[str, ModelRequests]:
-        """What applies to the requests to each model, by its name."""
-        return {
-            name: ModelRequests(OF_MODEL + name if model.max_concurrent else None, model.timeout)
-            for name, model in self.limits.options.models.items()
-        }
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -217,19 +188,12 @@ class Call:
                 raise BudgetSpentError(self.limits.spent)
             if name not in self.limits.max_waits and not users_limits(self.limits.max_waits):
                 return Permit(None, name)
-            request = self._request(name, tokens)
+            request = self.limits.request(name, tokens, self.order)
+            self._requests.append(request)
             return request.result() if request.done() else await self._granted(name, request)
         except BudgetSpentError as error:
             self.budget_error = error
             raise
-
-    def _request(self, name: str, tokens: float) -> asyncio.Future[Permit]:
-        request = self.limits.request(name, tokens, self.order)
-        if len(self._requests) >= self._prune_at:
-            self._requests = [other for other in self._requests if not _is_over(other)]
-            self._prune_at = max(16, 2 * len(self._requests))
-        self._requests.append(request)
-        return request
 
     async def _granted(self, name: str, request: asyncio.Future[Permit]) -> Permit:
         what = f"limit {name!r}"
@@ -274,12 +238,6 @@ class Call:
         # Also those of a thread that still runs: otherwise their permits would never end.
         for request in self._requests:
             give_up(request)
-
-
-def _is_over(request: asyncio.Future[Permit]) -> bool:
-    if not request.done():
-        return False
-    return request.cancelled() or request.exception() is not None or request.result().has_left
 
 
 current_call: contextvars.ContextVar[Call | None] = contextvars.ContextVar("current_call", default=None)

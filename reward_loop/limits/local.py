@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from reward_loop._util.text import did_you_mean, first_line, listing
 from reward_loop._util.transient import is_refusal, retry_after, status_of
@@ -53,15 +53,6 @@ _SHOWN = 3
 def users_limits(names: Iterable[str]) -> set[str]:
     """Return the names of limits that functions use by name."""
     return {name for name in names if name not in WHOLE_CALL and not name.startswith(OF_MODEL)}
-
-
-class ModelRequests(NamedTuple):
-    """What applies to the requests to a model, unless a request has its own."""
-
-    limit: str | None = None
-    """The name of the limit."""
-    timeout: float | None = None
-    """Seconds until the answer is received; ``None`` for the usual time."""
 
 
 class Permit:

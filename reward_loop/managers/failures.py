@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Self
 
-from reward_loop._util.text import Causes, counted, cut
+from reward_loop._util.text import counted, cut, first_line
 from reward_loop.types import Outcome, RewardResult
+
+_MAX_CAUSES = 1000
+"""The largest number of separate causes, which bounds the memory. Further causes share one entry."""
 
 _EXAMPLE = 300
 """The largest number of characters of the first error."""
@@ -18,7 +21,8 @@ class Failures:
 
     def __init__(self) -> None:
         self._outcomes: Counter[str] = Counter()
-        self._causes = Causes()
+        self._causes: dict[str, tuple[int, str]] = {}
+        """For each cause, the number of samples and the first error."""
 
     @classmethod
     def of(cls, results: Iterable[RewardResult]) -> Self:
@@ -33,9 +37,13 @@ class Failures:
         self._outcomes[result.outcome] += 1
         if result.outcome is Outcome.SCORED:
             return False
-        before = len(self._causes)
-        self._causes.add(result.cause, result.error or "")
-        return len(self._causes) > before
+        error = result.error or ""
+        cause = result.cause or first_line(error)
+        if len(self._causes) >= _MAX_CAUSES and cause not in self._causes:
+            cause = "other causes"
+        count, first = self._causes.get(cause, (0, error))
+        self._causes[cause] = count + 1, first
+        return count == 0
 
     def line(self, see: str | None = None) -> str | None:
         """Return how many samples have no score, the most frequent cause and its first error; ``None`` if all have one.
@@ -48,7 +56,7 @@ class Failures:
         without = (name for name in (Outcome.FAILED, Outcome.UNSCORED) if self._outcomes[name])
         line = " and ".join(f"{self._outcomes[name]} {name}" for name in without)
         line += f" of {counted(self._outcomes.total(), 'sample')}"
-        count, cause, error = self._causes.most_common()[0]
+        cause, (count, error) = max(self._causes.items(), key=lambda found: found[1][0])
         if len(self._causes) > 1:
             line += f"; the most frequent of {len(self._causes)} causes, {counted(count, 'time')}"
         line += f": {cause}"

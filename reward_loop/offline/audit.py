@@ -24,7 +24,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from reward_loop._util.intervals import wilson
 from reward_loop._util.json import encode, look_up
 from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
@@ -295,7 +294,7 @@ class Audit:
         for probe in probes:
             one = found[probe.name]
             if one.answers:
-                one.share, one.interval = one.wrong / one.answers, wilson(one.wrong, one.answers)
+                one.share, one.interval = one.wrong / one.answers, _wilson(one.wrong, one.answers)
                 one.is_problem = one.share > fail_above
                 one.advice = probe.advice if one.is_problem else ""
         return list(found.values())
@@ -476,3 +475,11 @@ def _show(found: Sequence[ProbeResult], out: Console) -> None:
         score = "unscored" if one.score is None else f"scores {rounded(one.score)}"
         out.print(f"[bold red]{one.probe}:[/] {escape(f'{one.advice}. {shorten(one.example, 60)}: {score}')}")
     out.print(f"{counted(len(problems), 'problem') if problems else 'no problems'} found")
+
+
+def _wilson(part: int, total: int) -> tuple[float, float]:
+    """Return the confidence interval of 95 % of a share by Wilson's formula: 12 of 20 gives 0.39 to 0.78."""
+    # Not the normal approximation: for a share of 0 or 1, its interval has no width.
+    share, square = part / total, 1.96**2 / total
+    middle, spread = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
+    return max(0.0, (middle - spread) / (1 + square)), min(1.0, (middle + spread) / (1 + square))

@@ -256,7 +256,7 @@ class ScoredFolder:
                 raise ConfigError(f"another run is writing {path}: wait for it, or choose another --output") from None
             folder._begin(identity)
             # A process has one writer for a folder, which may have failed in an earlier run of this process.
-            folder.writer.failure = None
+            folder.writer.files.failure = None
             stack.callback(folder.writer.flush, _FLUSH_S)
             yield folder
 
@@ -276,8 +276,8 @@ class ScoredFolder:
 
     def check_written(self) -> None:
         """Raise the error of the first record that could not be written, if any."""
-        if self.writer.failure is not None:
-            raise self.writer.failure
+        if self.writer.files.failure is not None:
+            raise self.writer.files.failure
 
     def flush(self) -> None:
         """Wait until all records are written.

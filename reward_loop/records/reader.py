@@ -32,34 +32,27 @@ def read_files(
     """Yield the file of each line in a folder, and the object in the line; ``None`` for an incomplete line.
 
     Nothing if there is no such folder. ``is_wanted`` selects the lines to parse; by default all.
+
+    Raises:
+        ConfigError: a newer version has written them.
     """
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as lines:
             for line in lines:
                 if is_wanted is None or is_wanted(line):
-                    yield path, parse_line(line)
+                    row = parse_line(line)
+                    check_version((row or {}).get("version", 0), path)
+                    yield path, row
 
 
-def read_rows(folder: Path, is_wanted: Callable[[bytes], Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows in all files of a folder, without incomplete lines; see `read_files`.
-
-    Raises:
-        ConfigError: a newer version has written them.
-    """
-    for path, row in read_files(folder, is_wanted):
-        if row is not None:
-            check_version(row.get("version", 0), path)
-            yield row
+def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows in all files of a folder, without incomplete lines; raises as `read_files` does."""
+    return (row for _, row in read_files(folder) if row is not None)
 
 
-def has_step(line: bytes, steps: Collection[int], head: int | None = None) -> bool:
-    """Return whether a line, which is not parsed, has one of some steps as ``step`` or ``generated_step``.
-
-    Only its first bytes are searched.
-
-    ``head`` is the number of these bytes; ``None`` searches the whole line.
-    """
-    return any(int(step) in steps for step in _STEP.findall(line, 0, len(line) if head is None else head))
+def has_step(line: bytes, steps: Collection[int]) -> bool:
+    """Return whether a line, which is not parsed, has one of some steps as ``step`` or ``generated_step``."""
+    return any(int(step) in steps for step in _STEP.findall(line))
 
 
 def check_version(version: Any, where: Path) -> None:
@@ -125,12 +118,10 @@ class RecordsReader:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield the rows in all files."""
-        for path, row in read_files(self.folder):
+        for _, row in read_files(self.folder):
             if row is None:
                 self.incomplete += 1
-                continue
-            check_version(row.get("version", 0), path)
-            if "kind" in row and isinstance(row.get("version"), int):  # otherwise, not a file of records
+            elif "kind" in row and isinstance(row.get("version"), int):  # otherwise, not a file of records
                 yield row
 
     def _read(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_loop.records.files import EVENTS, HEALTH
-from reward_loop.records.reader import check_version, has_step, read_files, read_rows
+from reward_loop.records.reader import has_step, read_files, read_rows
 from reward_loop.records.writer import CLOSING_S, new_row, records
 
 STEP = "step"
@@ -34,7 +34,6 @@ def read_events(folder: Path, steps: Collection[int] | None = None) -> Iterator[
     """
     for path, event in read_files(folder / EVENTS, None if steps is None else lambda line: has_step(line, steps)):
         if event is not None:
-            check_version(event.get("version", 0), path)
             yield {**event, "process": path.stem}
 
 

@@ -48,9 +48,8 @@ def watch() -> None:
 
 class _Watchdog:
     def __init__(self) -> None:
-        self._logged: dict[float, float] = {}
-        self._blocked: dict[LoopPulse, float] = {}
-        """Blocked event loops -> when each was logged last."""
+        self._logged: dict[float | LoopPulse, float] = {}
+        """When samples with a ``watchdog_s``, and each blocked event loop, were logged last."""
         try:
             threading.Thread(target=self._run, name="reward-watchdog", daemon=True).start()
         except RuntimeError as error:  # no further thread: that must not cost a sample
@@ -68,36 +67,34 @@ class _Watchdog:
         now = time.perf_counter()
         slow: dict[float, list[ActiveSample]] = {}
         samples = active_samples()
-        self._look_at_loops(now, bool(samples))
+        seconds = {pulse: pulse.blocked_s() for pulse in list(watched_loops.values())} if samples else {}
+        blocked = {pulse: found for pulse, found in seconds.items() if found > BLOCKED_S}
         for sample in samples:
             bound = sample.watchdog_s
             if bound is not None and now - sample.started > bound and not _only_waits(sample):
                 slow.setdefault(bound, []).append(sample)
-        # A bound without slow samples is forgotten: the next slow sample is logged at once.
-        self._logged = {bound: at for bound, at in self._logged.items() if bound in slow}
+        # What is over is forgotten: the next slow sample is logged at once.
+        self._logged = {what: at for what, at in self._logged.items() if what in slow or what in blocked}
         for bound, samples in slow.items():
-            if now - self._logged.get(bound, -bound) < bound:
-                continue
-            self._logged[bound] = now
-            logger.warning(
-                "%d samples have been running for more than %g s; the oldest:\n%s",
-                len(samples),
-                bound,
-                "\n".join(f"  {_line(sample)}" for sample in samples[:_LOGGED]),
-            )
-
-    def _look_at_loops(self, now: float, active: bool) -> None:
-        seconds = {pulse: pulse.blocked_s() for pulse in list(watched_loops.values())} if active else {}
-        self._blocked = {pulse: at for pulse, at in self._blocked.items() if seconds.get(pulse, 0) > BLOCKED_S}
-        for pulse, blocked in seconds.items():
-            if blocked > BLOCKED_S and now - self._blocked.get(pulse, -_REPEAT_S) >= _REPEAT_S:
-                self._blocked[pulse] = now
+            if self._is_due(bound, now, bound):
+                lines = "\n".join(f"  {_line(sample)}" for sample in samples[:_LOGGED])
+                logger.warning(
+                    "%d samples have been running for more than %g s; the oldest:\n%s", len(samples), bound, lines
+                )
+        for pulse, found in blocked.items():
+            if self._is_due(pulse, now, _REPEAT_S):
                 logger.warning(
                     "the event loop has been blocked for %.0f s by %s: all samples of this process wait, and no "
                     "deadline holds. Await what takes long (`await asyncio.to_thread(...)` for sync calls), or make "
                     "the function a plain `def`",
-                    *(blocked, pulse.line()),
+                    *(found, pulse.line()),
                 )
+
+    def _is_due(self, what: float | LoopPulse, now: float, every_s: float) -> bool:
+        is_due = now - self._logged.get(what, -every_s) >= every_s
+        if is_due:
+            self._logged[what] = now
+        return is_due
 
 
 def _only_waits(sample: ActiveSample) -> bool:

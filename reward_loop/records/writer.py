@@ -102,7 +102,7 @@ class Records:
     """
 
     def __init__(self, directory: str | Path, max_bytes: int = MAX_BYTES) -> None:
-        self._files = RecordFiles(Path(directory).absolute(), max_bytes)
+        self.files = RecordFiles(Path(directory).absolute(), max_bytes)
         self.exchange_counts = ExchangeCounts()
         """The exchanges of the training samples that were recorded here."""
         self._ids = map((self.path.stem + "-{}").format, itertools.count())
@@ -117,16 +117,7 @@ class Records:
     @property
     def path(self) -> Path:
         """The file of rows."""
-        return self._files.path
-
-    @property
-    def failure(self) -> OSError | None:
-        """The first error because of which records were lost, since it was last set to ``None``."""
-        return self._files.failure
-
-    @failure.setter
-    def failure(self, error: OSError | None) -> None:
-        self._files.failure = error
+        return self.files.path
 
     def write(
         self, row: dict[str, Any], text: dict[str, Any] | None = None, exchanges: Sequence[Mapping[str, Any]] = ()
@@ -246,8 +237,8 @@ class Records:
             if not self._drops:
                 logger.warning("records of samples are lost: %s cannot be written fast enough", self.path)
             self._drops = True
-            self._files.lost += 1
-            self.failure = self.failure or TimeoutError(f"{self.path} cannot be written fast enough")
+            self.files.lost += 1
+            self.files.failure = self.files.failure or TimeoutError(f"{self.path} cannot be written fast enough")
             return
         self._waiting.append(record)
         if not self._started:
@@ -287,7 +278,7 @@ class Records:
 
     def _close(self) -> None:
         self.flush()
-        self._files.log_lost("records were lost until the end")
+        self.files.log_lost("records were lost until the end")
 
     def _run(self) -> None:
         while True:
@@ -310,19 +301,19 @@ class Records:
             if rows := [record for record in found if not record.is_event]:
                 self._write_rows(rows)
             if events := [record.row for record in found if record.is_event]:
-                self._files.add_events(events)
+                self.files.add_events(events)
         except Exception as error:  # a bug must not end the thread
             logger.exception("records of samples are lost")
-            self.failure = self.failure or OSError(f"{self.path} cannot be written: {error!r}")
+            self.files.failure = self.files.failure or OSError(f"{self.path} cannot be written: {error!r}")
         # Also in the thread: `-=` on an attribute is not atomic.
         with self._size_lock:
             self._waiting_size -= sum(record.size for record in found)
             self._drops = self._drops and self._waiting_size > 0
 
     def _write_rows(self, found: Sequence[_Record]) -> None:
-        texts = self._files.add_texts(TEXTS, [record.text for record in found])
-        exchanges = self._files.add_texts(EXCHANGES, [record.exchanges for record in found])
-        self._files.add_rows([*map(_with_places, found, texts, exchanges)])
+        texts = self.files.add_texts(TEXTS, [record.text for record in found])
+        exchanges = self.files.add_texts(EXCHANGES, [record.exchanges for record in found])
+        self.files.add_rows([*map(_with_places, found, texts, exchanges)])
 
 
 def _with_places(record: _Record, text: TextPlace | None, exchange: TextPlace | None) -> bytes:

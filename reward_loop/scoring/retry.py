@@ -46,7 +46,6 @@ from collections.abc import Awaitable, Callable
 
 from reward_loop._util.retry_after import Backoff
 from reward_loop._util.transient import (
-    DOWN_STATUS,
     address_of,
     is_refusal,
     is_transient,
@@ -55,6 +54,7 @@ from reward_loop._util.transient import (
     status_of,
     unreachable,
 )
+from reward_loop.errors import DOWN_STATUS
 from reward_loop.limits.options import RetryConfig
 from reward_loop.limits.outages import JudgeAddress, Outages
 from reward_loop.processes.outcome import CallOutcome

@@ -83,31 +83,6 @@ def test_errors_that_are_no_exceptions_are_raised_in_the_callers_thread_too(kind
             pass
 
 
-def test_an_error_at_entry_is_raised_also_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, joined = threading.Event(), threading.Event()
-    run = event_loops._Background._run
-
-    def closing(self: Any) -> None:
-        run(self)
-        closed.set()
-        assert joined.wait(60)
-
-    @asynccontextmanager
-    async def failing() -> AsyncIterator[None]:
-        raise ValueError("at entry")
-        yield
-
-    monkeypatch.setattr(event_loops._Background, "_run", closing)
-    made = event_loops._Background(failing, "x")
-    join = made._thread.join
-    monkeypatch.setattr(made._thread, "join", lambda *timeout: (joined.set(), join(*timeout)))
-    with pytest.raises(ValueError, match="at entry"):
-        made.start()
-    assert closed.wait(60)
-    made.stop()
-    assert not made._thread.is_alive()
-
-
 def test_code_that_blocks_the_loop_does_not_block_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from reward_loop import RewardLoopConfig, RewardResult, RewardSample, ScoringFun
 from reward_loop._util import retry_after
 from reward_loop.client import Choice, Judge, Number, Ratings, http
 from reward_loop.errors import ConfigError, RequestError
-from reward_loop.limits.call import RequestRetries
+from reward_loop.limits.options import RetryConfig
 from reward_loop.testing import Answer, Body, FakeJudge, Status
 
 TEMPLATE = 'Rate {{answer}} to {{ question }} like {"score": $1$}: end with `Score: N`.'
@@ -234,7 +234,7 @@ async def test_one_request_is_sent_again_after_a_transient_error_and_not_the_who
 async def test_an_error_is_raised_after_the_last_attempt(
     faults: list[Status], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "_NO_CALL", RequestRetries(1, 0.001, waits_for_outages=False))
+    monkeypatch.setattr(http, "_NO_CALL", RetryConfig(max_attempts=1, initial_wait=0.001))
     async with FakeJudge("Score: 7") as server:
         server.script(*faults)
         with pytest.raises(RequestError):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
-from rich.console import Console
 
 from examples.arithmetic import demo, models, reward
 from examples.arithmetic.models import (
@@ -36,7 +32,7 @@ from examples.arithmetic.models import (
     make_problems,
     wrong_answer,
 )
-from examples.arithmetic.report import Report, plot, read_report
+from examples.arithmetic.report import Report, read_report
 from examples.tiny_models import tiny_tokenizer
 from examples.training import write_dataset
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
@@ -62,11 +58,6 @@ def test_no_held_out_problem_is_trained_on_in_either_order() -> None:
     assert make_problems(Recipe()) == (train, held_out)
 
 
-@pytest.mark.parametrize(("a", "b", "answer"), [(37, 85, "12"), (50, 50, "00"), (12, 34, "46"), (19, 10, "29")])
-def test_answers_without_carrying(a: int, b: int, answer: str) -> None:
-    assert Problem(a, b).without_carrying == answer
-
-
 def test_wrong_answers_are_wrong_and_of_many_kinds() -> None:
     rng = random.Random(0)
     problem = Problem(37, 85)
@@ -88,13 +79,6 @@ def test_the_holes_of_a_rule_are_named_before_the_run_that_learns_them(tmp_path:
     options = demo.training_options(made, tmp_path, demo.Settings(rule="substring", response_length=12))
     assert {"custom_reward_function.name=substring", "data.max_response_length=12"} < set(options)
     assert not [option for option in options if "reward_model" in option and "reward_loop" not in option]
-
-
-def test_kinds_of_wrong_answers_can_be_left_out() -> None:
-    rng = random.Random(0)
-    assert set(demo.UNSEEN) < NEAR_MISSES.keys()
-    seen = [kind for kind in NEAR_MISSES if kind not in ("off by 1", "off by 10")]
-    assert {wrong_answer(Problem(37, 85), rng, seen) for _ in range(100)} == {"121", "123", "112", "132"}
 
 
 @pytest.mark.parametrize(
@@ -168,15 +152,6 @@ def test_an_answer_is_right_up_to_its_first_wrong_token() -> None:
     assert answers.tokens[range(4), answers.ends].unique().tolist() == [tokenizer().eos_token_id]
 
 
-def test_an_interrupted_making_leaves_nothing_behind(tmp_path: Path) -> None:
-    def interrupt(text: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make_models(tmp_path, TINY, interrupt)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def router() -> Iterator[FakeJudge]:
     """Return a fake reward model: the logit is 2 for the text of a right answer, else -2."""
@@ -222,28 +197,6 @@ async def test_spot_checks_ask_a_strong_reward_model_about_a_share_of_the_answer
     assert [made["score"] for made in found] == [pytest.approx(same)] * 24  # both judges agree
 
 
-async def test_the_additional_latency_applies_in_training_only(
-    router: FakeJudge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(reward, "asyncio", SimpleNamespace(sleep=sleep))
-    for split in ("train", "held_out"):
-        for _ in range(20):
-            await score(router, "122", extra_info={"question": "37+85=", "split": split}, latency_s=4.0)
-    await score(router, "122", extra_info={"question": "37+85=", "split": "train"})
-    assert len(slept) == 20
-    assert 2 <= min(slept) < max(slept) <= 6
-
-
-@pytest.mark.parametrize("logit", [-1e4, 0.0, 1e4])
-def test_no_logit_overflows(logit: float) -> None:
-    assert reward.sigmoid(logit) == pytest.approx({-1e4: 0, 0.0: 0.5, 1e4: 1}[logit])
-
-
 def test_the_report_of_a_recorded_run() -> None:
     report = read_report(RECORDED)
     assert report.accuracy == {0: 0.4531, 6: 0.9609}
@@ -257,18 +210,6 @@ def test_the_report_of_a_recorded_run() -> None:
     assert found["seconds_by_phase"]["update"] == pytest.approx(1.7541)
     assert found["seconds_per_step"] == pytest.approx(9.529)
     assert found["overlap"]["judging_s"] == pytest.approx(6.4355)
-
-
-def test_a_line_for_the_validation_before_training_and_for_each_step() -> None:
-    before, first, *_, last = read_report(RECORDED).lines()
-    assert before == "step   0   exact match  45.3%   (before training)"
-    assert first == "step   1   reward 0.446    14.3 s"
-    assert last == "step   6   reward 0.733    15.4 s   exact match  96.1%"
-
-
-def test_a_report_without_metrics_is_empty(tmp_path: Path) -> None:
-    report = read_report(tmp_path / "metrics.jsonl")
-    assert (report.accuracy, report.steps, report.lines()) == ({}, [], [])
 
 
 @pytest.fixture
@@ -331,68 +272,6 @@ def test_the_conclusion_names_the_first_warning_and_the_reward_at_that_time(judg
     assert sentence.endswith("canaries: the judge accepted 9 of 10 answers.")
 
 
-def test_sentences_of_a_run_that_got_worse_and_of_failed_rewards(judged: Report) -> None:
-    last = replace(judged.steps[-1], reward=0.2, outcomes={"scored": 250, "unscored": 0, "failed": 6})
-    worse = Report({0: 0.5, 6: 0.5}, [*judged.steps[:-1], last])
-    text = " ".join(worse.sentences())
-    assert "held-out problems stayed at 50%" in text
-    assert "The mean reward fell from 0.45 to 0.20" in text
-    assert "1,530 answers were scored; 6 failed." in text
-
-
-@pytest.mark.parametrize(
-    ("on_terminal", "options", "environment", "is_shown"),
-    [
-        (True, [], {}, True),
-        (True, ["--no-view"], {}, False),
-        (True, [], {"CI": "true"}, False),
-        (False, [], {}, False),
-    ],
-)
-def test_the_viewer_starts_on_a_terminal_only(
-    on_terminal: bool,
-    options: list[str],
-    environment: dict[str, str],
-    is_shown: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[list[str]] = []
-    monkeypatch.delenv("CI", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(demo, "Console", lambda: Console(force_terminal=on_terminal))
-    monkeypatch.setattr(demo, "run", lambda *_: 0)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
-    assert demo.main([*options, "--output", str(tmp_path)]) == 0
-    records = str(tmp_path / demo.RECORDS)
-    assert [command[:5] for command in started] == [[sys.executable, "-m", "reward_loop", "view", records]] * is_shown
-
-
-def test_the_figure_shows_all_seconds_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    # Only the last step waits: the median of this phase is 0.
-    lines[-1]["data"] |= {"timing_s/wait_reward": 30.0, "timing_s/step": lines[-1]["data"]["timing_s/step"] + 30.0}
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    report = read_report(metrics)
-    plot(report, tmp_path / "curves.png")
-    time = figures[0].axes[1]
-    top = max(path.vertices[:, 1].max() for area in time.collections for path in area.get_paths())
-    assert top == pytest.approx(report.steps[-1].seconds)
-    assert {"waiting for rewards", "judging"} <= {text.get_text() for text in time.get_legend().get_texts()}
-
-
-def test_a_figure_of_a_single_step(tmp_path: Path) -> None:
-    one = tmp_path / "metrics.jsonl"
-    one.write_bytes(b"".join(RECORDED.read_bytes().splitlines(keepends=True)[:2]))
-    plot(read_report(one), tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 0
-
-
 def test_the_options_become_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[demo.Settings] = []
     monkeypatch.setattr(demo, "run", lambda console, output, given: settings.append(given) or 0)
@@ -447,17 +326,6 @@ def test_interrupted_by_a_signal(tmp_path: Path) -> None:
     assert "Interrupted" in output
     assert "Traceback" not in output
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_an_earlier_run_is_cleared_and_other_files_are_kept(tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "train.log", "mine.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "validation").mkdir()
-    demo.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    shutil.rmtree(tmp_path)
-    demo.clear(tmp_path)
-    assert tmp_path.is_dir()
 
 
 def test_help_and_bad_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,12 +30,6 @@ def test_the_message_shows_samples_causes_and_what_to_do():
     )
 
 
-def test_a_share_of_one_never_stops():
-    bound = FailureBound(1.0, 1)
-    for _ in range(100):
-        bound.add(True, "no", None)
-
-
 @given(st.lists(st.sampled_from([SCORED, UNSCORED, FAILED]), max_size=60), st.integers(1, 20), st.integers(1, 20))
 def test_the_share_of_failed_samples_in_the_window_stops_the_run(results, min_samples, window):
     bound = FailureBound(0.5, min_samples, window)

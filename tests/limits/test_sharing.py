@@ -68,13 +68,6 @@ async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(
     await asyncio.to_thread(scoring.close)
 
 
-async def test_tokens_of_the_client_count_within_a_limit_block_around_the_whole_call():
-    scoring = ScoringFunction(ask)
-    async with FakeJudge("0.5") as judge, JUDGE:
-        assert (await scoring(SAMPLE, reward_router_address=judge.address)).error is None
-    assert scoring.limits.tokens > 0
-
-
 @pytest.mark.parametrize(
     "usage",
     [

@@ -189,7 +189,7 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
     found = Records(tmp_path)
     path = found.path
     if sub_folder is None:
-        found._files.path = Path("/dev/full")
+        found.files.path = Path("/dev/full")
     else:
         (tmp_path / sub_folder).write_text("a file where the folder should be")
     for uid in "abc":
@@ -200,7 +200,7 @@ def test_what_cannot_be_written_costs_nothing_else_and_one_warning(
     assert len(lost) == 1
     if sub_folder is None:
         assert "cannot write /dev/full: [Errno 28] No space left on device" in lost[0]
-        found._files.path = path
+        found.files.path = path
         found.write({"uid": "kept"})
         assert found.flush()
         assert "records are written again: 3 were lost" in caplog.text
@@ -226,14 +226,14 @@ def test_records_that_cannot_be_written_in_time_are_dropped(
     monkeypatch.setattr(writer, "MAX_WAITING", 10_000)
     hangs, begun = threading.Event(), threading.Event()
     found = Records(tmp_path)
-    write = found._files.add_rows
+    write = found.files.add_rows
 
     def slow(lines: Any) -> None:
         begun.set()
         assert hangs.wait(60)
         write(lines)
 
-    monkeypatch.setattr(found._files, "add_rows", slow)
+    monkeypatch.setattr(found.files, "add_rows", slow)
     found.write({"uid": "first"})
     assert begun.wait(60)
     for i in range(200):

@@ -18,7 +18,7 @@ from reward_loop import (
 )
 from reward_loop.client import Judge, Number
 from reward_loop.managers import GroupRewardLoopManager
-from reward_loop.records import Records, active, records
+from reward_loop.records import Records, active
 from reward_loop.records.writer import _MAX_DURATIONS
 from reward_loop.testing import FakeJudge
 from tests.records.rows import read, recorded
@@ -56,11 +56,6 @@ async def test_waiting_and_running_are_measured_separately(tmp_path: Path) -> No
     assert rewards[2]["reward_queue_s"] >= 0.4
     for info, name in zip(rewards, "abc", strict=True):
         assert info["reward_queue_s"] <= rows[name]["queue_s"] + 0.001
-
-
-def test_a_directory_has_one_writer(tmp_path: Path) -> None:
-    assert records(tmp_path) is records(str(tmp_path) + "/")
-    assert records(tmp_path) is not records(tmp_path / "other")
 
 
 def test_the_exit_of_the_process_waits_for_the_records(tmp_path: Path) -> None:
