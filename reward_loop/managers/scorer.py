@@ -55,6 +55,11 @@ def load_scorer(
     cls: Any = managers.get(manager)
     if spec is None:
         raise ConfigError("name the function: file.py:name or package.module:name")
+    if not options.skip_special_tokens and tokenizer is None:
+        raise ConfigError(
+            "skip_special_tokens=False has an effect only in a verl run: here the responses are texts already. Leave "
+            "it out, or take the argument response_ids"
+        )
     if cls is managers.DAPORewardLoopManager:
         raise ConfigError(
             "the manager `dapo` has its options in verl's configuration (reward.reward_kwargs.overlong_buffer_cfg), so "
