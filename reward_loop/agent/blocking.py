@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
 
 from reward_loop._util.event_loops import in_background
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.types import Reward
-
-T = TypeVar("T")
 
 
 class BlockingRewardAgent:
@@ -51,14 +48,6 @@ class BlockingRewardAgent:
         loop.call_soon_threadsafe(self._agent._start, pending)
         return BlockingPendingRewards(pending, self)
 
-    def step(self, number: int) -> AbstractContextManager[None]:
-        """Record the ``with`` block as a training step. See `RewardAgent.step`."""
-        return self._agent.step(number)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Record the ``with`` block as a phase of the current step. See `RewardAgent.phase`."""
-        return self._agent.phase(name)
-
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._agent.loop
         if loop is None:
@@ -71,28 +60,9 @@ class BlockingRewardAgent:
             )
         return loop
 
-    def _run(self, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        try:
-            loop = self._open_loop()
-        except RewardLoopError:
-            # Otherwise Python warns of a coroutine that was never awaited.
-            work.close()
-            raise
-        future = asyncio.run_coroutine_threadsafe(work, loop)
-        try:
-            return future.result(timeout)
-        except concurrent.futures.CancelledError:
-            raise RewardLoopError("the agent was closed while this call waited") from None
-        except BaseException:
-            # Ctrl-C or the timeout ended the wait.
-            future.cancel()
-            raise
-
 
 class BlockingPendingRewards:
     """`PendingRewards` without ``async``."""
-
-    __slots__ = ("_agent", "_pending")
 
     def __init__(self, pending: PendingRewards, agent: BlockingRewardAgent) -> None:
         self._pending = pending
@@ -113,14 +83,9 @@ class BlockingPendingRewards:
 
     def cancel(self) -> None:
         """Cancel the samples that have not ended."""
-        if self.done():
-            return
-
-        # Run on the event loop: only there may the state of a batch change.
-        async def cancel() -> None:
-            self._pending.cancel()
-
-        self._agent._run(cancel(), None)
+        if not self.done():
+            # On the event loop: only there may the state of a batch change.
+            self._agent._open_loop().call_soon_threadsafe(self._pending.cancel)
 
     def result(self, timeout: float | None = None) -> list[Reward]:
         """Wait for all rewards, in order of submission; raise `TimeoutError` after ``timeout`` seconds.
@@ -139,9 +104,6 @@ class BlockingPendingRewards:
             yield MiniBatch(tuple(self._pending.complete_groups(first, first + groups)))
 
     def _wait(self, groups: int, timeout: float | None) -> None:
-        pending = self._pending
-        # What has ended needs no turn of the event loop, which may be busy starting the next batch, or closed.
-        if self.done() or pending.completed >= min(groups, pending.group_count):
-            pending._outcome()
-        else:
-            self._agent._run(pending.wait(groups), timeout)
+        if not self._pending._has(groups):
+            self._agent._open_loop()  # raises if nothing would ever end the wait
+        self._pending._wait_in_thread(groups, timeout)

@@ -8,7 +8,6 @@ limits, budget, policies and records, as any other sample.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -69,8 +68,18 @@ async def score(solution_str: str, **more: Any) -> Reward:
         ConfigError: there is no current scorer, or ``more`` has other fields.
         RewardLoopError: the run must stop: by the user's policy, or because too many samples failed.
     """
-    current = _get()
-    return await current.score(_sample(current, solution_str, more))
+    current = _current.get()
+    if current is None:
+        raise ConfigError(
+            "no scorer is open here: open one with `async with reward_loop.scorer(function)`. In a verl run, an "
+            "agent loop has one; its Ray tasks and other processes do not"
+        )
+    if unknown := more.keys() - _FIELDS:
+        raise ConfigError(
+            f"a sample has no field {listing(unknown)}; it has {listing(sorted(_FIELDS))}. Put other values into "
+            "extra_info"
+        )
+    return await current.score(RewardSample(solution_str, **{**current.rollout, **more}))
 
 
 @asynccontextmanager
@@ -107,32 +116,12 @@ async def scorer(
         load_scorer, function, manager, options, reward_kwargs=reward_kwargs, router_address=router_address
     )
     name = function if isinstance(function, str) else getattr(loaded.manager, "name", type(loaded.manager).__name__)
+
+    async def score_one(sample: RewardSample) -> Reward:
+        return (await scored(loaded.manager, sample, name))[1]
+
     try:
-        with CurrentScorer(functools.partial(_score, loaded.manager, name), {}).in_use():
+        with CurrentScorer(score_one, {}).in_use():
             yield
     finally:
         await close_manager(loaded.manager)
-
-
-async def _score(manager: Any, name: str, sample: RewardSample) -> Reward:
-    _, reward = await scored(manager, sample, name)
-    return reward
-
-
-def _get() -> CurrentScorer:
-    current = _current.get()
-    if current is None:
-        raise ConfigError(
-            "no scorer is open here: open one with `async with reward_loop.scorer(function)`. In a verl run, an "
-            "agent loop has one; its Ray tasks and other processes do not"
-        )
-    return current
-
-
-def _sample(current: CurrentScorer, solution_str: str, more: Mapping[str, Any]) -> RewardSample:
-    if unknown := more.keys() - _FIELDS:
-        raise ConfigError(
-            f"a sample has no field {listing(unknown)}; it has {listing(sorted(_FIELDS))}. Put other values into "
-            "extra_info"
-        )
-    return RewardSample(solution_str, **{**current.rollout, **more})

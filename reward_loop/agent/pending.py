@@ -4,16 +4,16 @@ Invariants:
 
 - A group is complete when all its members have a reward. A group completes once.
 - A batch ends once: when its last group is complete, or with the first error. After that nothing changes.
-- The state changes only on the agent's event loop. Other threads read it: what they read only grows, or is set once.
+- The state changes only on the agent's event loop. Other threads read it, and wait for it: what they read only grows,
+  or is set once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -81,16 +81,14 @@ class PendingRewards:
     other samples are cancelled, and every ``await`` and iteration raises the error.
     """
 
-    __slots__ = ("_completed", "_left", "_on_settled", "_samples", "_scored", "_starts", "_tasks", "_waiters",
-                 "_waiting", "error", "has_sizes", "number", "submitted")  # fmt: skip
-
     def __init__(
         self,
         samples: list[Any],
         sizes: Sequence[int],
         number: int,
+        has_sizes: bool,
+        tasks: Mapping[asyncio.Task[None], PendingRewards],
         on_settled: Callable[[PendingRewards], None],
-        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Create the state of a batch without any reward; only agents do.
 
@@ -98,9 +96,10 @@ class PendingRewards:
             samples: the samples; members of a group are neighbours.
             sizes: the size of each group.
             number: counts the agent's batches, in order of submission.
+            has_sizes: whether the caller has given the sizes: then all members of each group are in the batch.
+            tasks: the batch of each sample that the agent scores now, by its task.
             on_settled: called when the agent need not keep the batch any more: it is complete, its error was raised, or
                 it was cancelled.
-            waiting: returns a context manager that is open during each wait.
 
         Raises:
             ConfigError: a group is empty, or the sizes of the groups do not add up to the number of samples.
@@ -112,10 +111,8 @@ class PendingRewards:
             )
         self.number = number
         """Counts the agent's batches, in order of submission."""
-        self.has_sizes = False
+        self.has_sizes = has_sizes
         """Whether the caller has given the sizes of the groups: then all members of each are in the batch."""
-        self.submitted = time.time()
-        """When the batch was submitted, in seconds since 1970."""
         self.error: RewardLoopError | None = None
         """The error that ended the batch, if one did."""
         self._samples = samples
@@ -126,12 +123,10 @@ class PendingRewards:
         """The number of members of each group that have no reward."""
         self._completed: list[int] = []
         """The complete groups, in order of completion."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._changed, self._changed_for_threads = asyncio.Event(), threading.Condition()
+        """Those who wait for the next complete group, or for the end of the batch."""
+        self._tasks = tasks
         self._on_settled = on_settled
-        self._waiting = waiting
-        if not samples:
-            on_settled(self)
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -186,14 +181,20 @@ class PendingRewards:
         Raises:
             RewardLoopError: an error ended the batch.
         """
-        wanted = min(groups, self.group_count)
-        if self.error is None and self.completed < wanted:
-            with self._waiting():
-                while self.error is None and self.completed < wanted:
-                    waiter = asyncio.get_running_loop().create_future()
-                    self._waiters.append(waiter)
-                    await waiter
+        while not self._has(groups):
+            await self._changed.wait()
         return self._outcome()
+
+    def _has(self, groups: int) -> bool:
+        """Return whether that many groups, or all, are complete, or the batch has ended."""
+        return self.error is not None or self.completed >= min(groups, self.group_count)
+
+    def _wait_in_thread(self, groups: int, timeout: float | None) -> None:
+        """Do as `wait` does, in a thread without an event loop; raise `TimeoutError` after ``timeout`` seconds."""
+        with self._changed_for_threads:
+            if not self._changed_for_threads.wait_for(lambda: self._has(groups), timeout):
+                raise TimeoutError
+        self._outcome()
 
     def _outcome(self) -> int:
         """Return the number of complete groups, or raise the error that ended the batch."""
@@ -204,10 +205,9 @@ class PendingRewards:
 
     async def groups(self) -> AsyncGenerator[Group, None]:
         """Yield the groups as they complete."""
-        # A caller that stops early would otherwise leave the inner generator to the garbage collector.
-        async with aclosing(self.mini_batches(1)) as mini_batches:
-            async for mini_batch in mini_batches:
-                yield mini_batch.groups[0]
+        for number in range(self.group_count):
+            await self.wait(number + 1)
+            yield self._group(self._completed[number])
 
     async def mini_batches(self, groups: int) -> AsyncGenerator[MiniBatch, None]:
         """Yield mini-batches of ``groups`` groups as they complete; the last one may have fewer."""
@@ -225,20 +225,18 @@ class PendingRewards:
         """The group of a sample."""
         return bisect_right(self._starts, sample) - 1
 
-    def _add_reward(self, sample: int, result: RewardResult, reward: Reward) -> int | None:
-        """Store the reward of a sample; return its group if all members of the group now have one."""
-        assert self._scored[sample] is None
+    def _add(self, sample: int, result: RewardResult, reward: Reward) -> None:
+        """Store the reward of a sample. If it is the last one of its group, the group is complete."""
+        if self.error is not None:  # user code has suppressed its cancellation, and an ended batch never changes
+            return
         self._scored[sample] = result, reward
         group = self._group_of(sample)
         self._left[group] -= 1
-        return None if self._left[group] else group
-
-    def _complete(self, group: int) -> None:
-        """Mark a group as complete, and wake those who wait."""
-        self._completed.append(group)
-        if self.done():
-            self._on_settled(self)
-        self._wake()
+        if not self._left[group]:
+            self._completed.append(group)
+            if self.done():
+                self._on_settled(self)
+            self._wake()
 
     def _fail(self, error: RewardLoopError) -> None:
         """End the batch with an error and cancel its running samples. No effect if it has ended."""
@@ -247,18 +245,18 @@ class PendingRewards:
         self.error = error
         # The caller may keep an ended batch; its samples need not stay in memory.
         self._samples = []
-        for task in self._tasks:
-            task.cancel()
+        for task, batch in self._tasks.items():
+            if batch is self:
+                task.cancel()
         if isinstance(error, RewardsCancelledError):
             self._on_settled(self)
         self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            # The task of a waiter may have been cancelled.
-            if not waiter.done():
-                waiter.set_result(None)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        with self._changed_for_threads:
+            self._changed_for_threads.notify_all()
 
 
 def group_sizes(count: int, group_size: int | None, groups: Sequence[int] | None) -> Sequence[int]:

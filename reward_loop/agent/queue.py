@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from reward_loop.errors import ConfigError
@@ -28,34 +28,18 @@ class _Room:
     def __init__(self, places: int | None) -> None:
         self._places = places
         self._taken = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     async def take(self, count: int) -> None:
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((granted, count))
-        self._grant()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._grant()  # it may have been in front of smaller requests
-            else:
-                self.free(count)
-            raise
+        async with self._turn:  # locks are acquired in order
+            while self._places is not None and self._taken and self._taken + count > self._places:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += count
 
     def free(self, count: int) -> None:
         self._taken -= count
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting:
-            granted, count = self._waiting[0]
-            if not granted.done():
-                if self._places is not None and self._taken and self._taken + count > self._places:
-                    return
-                self._taken += count
-                granted.set_result(None)
-            self._waiting.popleft()
+        self._freed.set()
 
 
 @dataclass
@@ -69,10 +53,10 @@ class QueueCounts:
     wait_s: float = 0.0
     compute_s: list[float] = field(default_factory=list)
     """The seconds of each judged rollout."""
-    queued: list[int] = field(default_factory=list)
-    """The step of each rollout that waits for a judge."""
-    judged: list[int] = field(default_factory=list)
-    """The step of each rollout that is being judged."""
+    queued: Counter[int] = field(default_factory=Counter)
+    """The number of rollouts of each step that wait for a judge."""
+    judged: Counter[int] = field(default_factory=Counter)
+    """The number of rollouts of each step that are being judged."""
 
 
 def queue_metrics(counts: Iterable[QueueCounts], current_step: int, updates_per_step: int = 1) -> dict[str, float]:
@@ -86,13 +70,13 @@ def queue_metrics(counts: Iterable[QueueCounts], current_step: int, updates_per_
         updates_per_step: the number of updates in a step. Staleness counts updates.
     """
     found = list(counts)
-    steps = [step for one in found for step in (*one.queued, *one.judged)]
+    steps = [step for one in found for step in (one.queued + one.judged).elements()]
     staleness = [max(0, current_step - step) * updates_per_step for step in steps] or [0]
     metrics = {
         "reward_queue/capacity": sum(one.capacity for one in found),
-        "reward_queue/size": sum(len(one.queued) for one in found),
+        "reward_queue/size": sum(one.queued.total() for one in found),
         "reward_queue/size_max": sum(one.size_max for one in found),
-        "reward_queue/in_flight": sum(len(one.judged) for one in found),
+        "reward_queue/in_flight": sum(one.judged.total() for one in found),
         "reward_queue/produced": sum(one.produced for one in found),
         "reward_queue/consumed": sum(one.consumed for one in found),
         "reward_queue/dropped": 0,
@@ -153,10 +137,9 @@ class RewardQueue:
 
     def take_counts(self) -> QueueCounts:
         """Return the counts since the last call, for `queue_metrics`."""
-        taken, now = self._counts, self._counts
-        self._counts = QueueCounts(
-            self.capacity, size_max=len(now.queued), queued=list(now.queued), judged=list(now.judged)
-        )
+        taken = self._counts
+        size = taken.queued.total()
+        self._counts = QueueCounts(self.capacity, size_max=size, queued=+taken.queued, judged=+taken.judged)
         return taken
 
     def metrics(self, current_step: int) -> dict[str, float]:
@@ -183,33 +166,24 @@ class Places:
             count: their number.
         """
         queue = self._queue
-        steps = [step] * count
         queue._counts.produced += count
-        queue._counts.queued += steps
-        queue._counts.size_max = max(queue._counts.size_max, len(queue._counts.queued))
+        queue._counts.queued[step] += count
+        queue._counts.size_max = max(queue._counts.size_max, queue._counts.queued.total())
         try:
             await queue._judges.take(count)
         finally:
-            for _ in steps:
-                queue._counts.queued.remove(step)
+            queue._counts.queued[step] -= count
         self.left -= count
         queue._queue.free(count)
         queue._counts.consumed += count
-        queue._counts.judged += steps
+        queue._counts.judged[step] += count
         began = time.monotonic()
-        are_judged = False
 
         def end() -> None:
-            nonlocal are_judged
-            if are_judged:
-                return
-            are_judged = True
             queue._judges.free(count)
-            for _ in steps:
-                queue._counts.judged.remove(step)
+            queue._counts.judged[step] -= count
             queue._counts.compute_s += [time.monotonic() - began] * count
 
-        try:
-            yield end
-        finally:
-            end()
+        with ExitStack() as stack:
+            stack.callback(end)
+            yield stack.close

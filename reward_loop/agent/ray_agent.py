@@ -16,7 +16,6 @@ import numpy as np
 import ray
 
 from reward_loop._util.process import raise_gc_threshold
-from reward_loop._util.text import listing
 from reward_loop.agent.agent import RewardAgent
 from reward_loop.agent.pending import MiniBatch, PendingRewards
 from reward_loop.config import RewardLoopConfig, parse
@@ -152,19 +151,15 @@ class _Submitted:
         return indices, RewardLoopManagerBase.assemble_rm_scores(self.data[indices], scores), columns
 
 
-def _check_groups(data: Any, group_size: int) -> None:
+def _check_groups(data: Any, size: int) -> None:
     """Raise an error unless each group has all samples of one uid, as verl gives those of a prompt the same one."""
-    given = data.non_tensor_batch.get("uid", ()) if hasattr(data, "batch") else [sample.uid for sample in data]
-    uids = list(given)
-    if None in uids or len(set(uids)) == len(uids):  # then they do not name prompts
+    uids = list(data.non_tensor_batch.get("uid", ()) if hasattr(data, "batch") else (sample.uid for sample in data))
+    names = set(uids)
+    if None in names or len(names) == len(uids):  # then they do not name prompts
         return
-    seen: set[Any] = set()
-    for first in range(0, len(uids), max(1, group_size)):
-        found = set(uids[first : first + group_size])
-        if len(found) > 1 or found & seen:
-            raise ConfigError(
-                f"the group of samples {first} to {first + group_size - 1} is not all samples of one uid (it has "
-                f"{listing(map(str, found))}): put the samples of a prompt next to each other, or give another "
-                "group_size"
-            )
-        seen |= found
+    groups = [set(uids[first : first + size]) for first in range(0, len(uids), max(1, size))]
+    if len(groups) != len(names) or any(len(group) > 1 for group in groups):
+        raise ConfigError(
+            f"the groups of {size} samples are not all samples of one uid each: put the samples of a prompt next to "
+            "each other, or give another group_size"
+        )

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import threading
@@ -94,7 +95,7 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_end():
         with BlockingRewardAgent(naive(judge, on_failed="raise")) as agent:
             agent.submit(numbered(1))
             assert called.wait(30)
-            agent._run(agent._agent.drain(), 30)
+            asyncio.run_coroutine_threadsafe(agent._agent.drain(), agent._agent.loop).result(30)
 
     with pytest.raises(RewardFunctionError, match="boom"):
         submit_and_leave()

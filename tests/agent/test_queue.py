@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -118,10 +119,8 @@ async def test_a_cancelled_producer_frees_its_places(state):
 def test_queues_of_several_processes_have_common_metrics():
     metrics = queue_metrics(
         [
-            QueueCounts(
-                8, produced=3, consumed=2, size_max=3, wait_s=1.5, compute_s=[1.0, 2.0], queued=[4], judged=[3]
-            ),
-            QueueCounts(8, produced=1, compute_s=[float(i) for i in range(3, 101)], queued=[5]),
+            QueueCounts(8, 3, 2, 3, 1.5, [1.0, 2.0], queued=Counter([4]), judged=Counter([3])),
+            QueueCounts(8, produced=1, compute_s=[float(i) for i in range(3, 101)], queued=Counter([5])),
         ],
         current_step=5,
         updates_per_step=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,13 +93,13 @@ async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(
     await turns()
     assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
     counts = await worker.queue_counts()
-    assert (counts.queued, counts.judged) == ([3], [3])
+    assert (counts.queued, counts.judged) == (Counter([3]), Counter([3]))
     worker.judged.set()
     async with asyncio.timeout(30):
         await asyncio.gather(*prompts)
     assert [call["uid"] for call in worker.judging] == list("aabbcc")
     counts = await worker.queue_counts()
-    assert (counts.queued, counts.judged, counts.produced, counts.consumed) == ([], [], 4, 5)
+    assert (counts.queued, counts.judged, counts.produced, counts.consumed) == (Counter(), Counter(), 4, 5)
     assert counts.wait_s > 0
 
 
@@ -108,7 +109,7 @@ async def test_a_rollout_that_waits_for_others_of_its_prompt_leaves_its_place_to
     await turns()
     assert [call["session_id"] for call in worker.judging] == [0, 1]
     counts = await worker.queue_counts()
-    assert (counts.queued, counts.judged, len(counts.compute_s)) == ([], [], 2)
+    assert (counts.queued, counts.judged, len(counts.compute_s)) == (Counter(), Counter(), 2)
     worker.judged.set()
     await waiting
 
@@ -144,7 +145,7 @@ def test_the_metrics_are_those_of_all_workers_that_answer(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "get", list)
     running = trainer()
     running.config.trainer.v1.separate_async.parameter_sync_step, running.global_steps = 3, 4
-    counts = [QueueCounts(8, queued=[3]), QueueCounts(8, queued=[2, 4]), QueueCounts(8)]
+    counts = [QueueCounts(8, queued=Counter([3])), QueueCounts(8, queued=Counter([2, 4])), QueueCounts(8)]
     running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(one) for one in counts])
     metrics: dict[str, float] = {}
     running._compute_metrics(None, metrics, {}, 1, 0)

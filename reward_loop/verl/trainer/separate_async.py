@@ -8,6 +8,7 @@ queue count as submitted, so verl's bounds on staleness include them.
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from typing import Any
 
 import ray
@@ -30,6 +31,10 @@ ANSWER_S = 60.0
 """Timeout in seconds for the answers of agent loop workers."""
 
 
+_places: ContextVar[Places] = ContextVar("places")
+"""The places of the prompt of the current task."""
+
+
 class QueueAgentLoopWorker(RewardAgentLoopWorker):
     """An agent loop worker with its share of the queue. A Ray actor."""
 
@@ -38,7 +43,6 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
         options = parse(RewardQueueOptions, OmegaConf.select(self.config, REWARD_QUEUE), REWARD_QUEUE)
         capacity, in_flight = queue_shares(self.config, options)
         self._queue = RewardQueue(capacity, in_flight)
-        self._places: dict[str, Places] = {}
 
     async def queue_counts(self) -> QueueCounts:
         """Return the queue's counts since the last call."""
@@ -47,18 +51,14 @@ class QueueAgentLoopWorker(RewardAgentLoopWorker):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         if trajectory["validate"]:
             return await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
-        uid, count = prompt["uid"], prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        count = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         async with self._queue.reserve(int(count)) as places:
-            self._places[uid] = places
-            try:
-                await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
-            finally:
-                del self._places[uid]
+            _places.set(places)  # verl has a task for each prompt, and the tasks of its sessions inherit it
+            await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         return None
 
     async def _judge(self, session: Any, outputs: list[Any], kwargs: dict) -> None:
-        places = self._places.get(kwargs["uid"])  # validation samples have none
-        if places is None:
+        if (places := _places.get(None)) is None:  # of a validation
             return await super()._judge(session, outputs, kwargs)
         async with places.judging(step=_version(outputs, kwargs)) as end:
             # A rollout that waits for others of its prompt is not judged any more: they may need its place.
