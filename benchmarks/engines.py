@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from reward_loop import BlockingRewardAgent, NaiveRewardLoopManager, RewardSample
-from reward_loop.agent.step_order import FilterForecast
+from reward_loop.agent.filter_forecast import FilterForecast
 
 
 @dataclass(frozen=True, slots=True)

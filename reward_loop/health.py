@@ -8,9 +8,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -171,31 +172,6 @@ NUMBERS = {
 """The live numbers, by the name of their metric and of the option with the limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class HealthWarning:
-    """A number that has just been beyond its limit for ``patience`` steps in a row."""
-
-    step: int
-    monitor: str
-    """The name of the number."""
-    message: str
-    """The observation, its first step, and where to look."""
-    value: float
-    threshold: float
-    """The limit that the value exceeded."""
-    since: int
-    """The first of the steps in a row."""
-
-
-@dataclass(slots=True)
-class _State:
-    beyond: list[int] = field(default_factory=list)
-    """The latest steps in a row whose values exceeded the limit, at most ``patience``."""
-    within: int = 0
-    """The number of latest steps in a row whose values were within the limit."""
-    is_active: bool = False
-
-
 class HealthWatch:
     """Compares the numbers of each training step with their limits. Steps without a value change nothing.
 
@@ -208,36 +184,36 @@ class HealthWatch:
     def __init__(self, options: HealthConfig) -> None:
         self._patience = options.patience
         self._limits = {name: limit for name in NUMBERS if (limit := getattr(options, name)) is not None}
-        self._states = {name: _State() for name in self._limits}
+        self._recent: dict[str, deque[int | None]] = {name: deque(maxlen=options.patience) for name in self._limits}
+        """For each number, its latest values: the step of one beyond the limit, ``None`` for one within it."""
+        self._active: set[str] = set()
 
     @property
     def active(self) -> int:
         """The number of warnings that have begun and not ended."""
-        return sum(state.is_active for state in self._states.values())
+        return len(self._active)
 
-    def check(self, step: StepNumbers) -> tuple[dict[str, float], list[HealthWarning]]:
-        """Return the numbers of the next step that have a value, and the warnings that begin with it."""
-        values, warnings = {}, []
+    def check(self, step: StepNumbers) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return the numbers of the next step that have a value, and the warnings that begin with it.
+
+        A warning has the fields of its record: ``step`` and ``since``, the first of the steps in a row beyond the
+        limit; ``monitor``, the name of the number; ``value``, ``threshold`` and a ``message``.
+        """
+        values: dict[str, float] = {}
+        warnings: list[dict[str, Any]] = []
         for name, limit in self._limits.items():
             if (value := NUMBERS[name].value(step)) is None:
                 continue
             values[name] = value
-            if self._begins(self._states[name], abs(value) > limit, step.step):
-                since = self._states[name].beyond[0]
+            recent = self._recent[name]
+            recent.append(step.step if abs(value) > limit else None)
+            if set(recent) == {None}:
+                self._active.discard(name)
+            since = recent[0]
+            if None not in recent and since is not None and len(recent) == self._patience and name not in self._active:
+                self._active.add(name)
                 when = f"In step {step.step}" if since == step.step else f"Since step {since}"
                 message = f"{when}, {NUMBERS[name].message.format(value=value, limit=limit)}."
-                warnings.append(HealthWarning(step.step, name, message, value, limit, since))
+                found = {"step": step.step, "monitor": name, "message": message}
+                warnings.append({**found, "value": value, "threshold": limit, "since": since})
         return values, warnings
-
-    def _begins(self, state: _State, is_beyond: bool, step: int) -> bool:
-        if not is_beyond:
-            state.beyond.clear()
-            state.within += 1
-            state.is_active = state.is_active and state.within < self._patience
-            return False
-        state.within = 0
-        state.beyond = [*state.beyond, step][-self._patience :]
-        if state.is_active or len(state.beyond) < self._patience:
-            return False
-        state.is_active = True
-        return True

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reward_loop.config import HealthConfig
-from reward_loop.health import NUMBERS, HealthWarning, HealthWatch, StepNumbers, repeated_share
+from reward_loop.health import NUMBERS, HealthWatch, StepNumbers, repeated_share
 
 NAN = math.nan
 GROUPS, SIZE = 64, 8
@@ -140,7 +140,7 @@ def demo_steps() -> Iterator[StepNumbers]:
         )
 
 
-def warnings_of(steps: list[StepNumbers], **options: Any) -> list[HealthWarning]:
+def warnings_of(steps: list[StepNumbers], **options: Any) -> list[dict[str, Any]]:
     watch = HealthWatch(HealthConfig(**options))
     return [warning for numbers in steps for warning in watch.check(numbers)[1]]
 
@@ -167,10 +167,10 @@ def test_healthy_steps_and_an_honest_run_give_no_warning() -> None:
 @pytest.mark.parametrize("steps", [HEALTHY, DEMO], ids=["simulated", "demo"])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_problem_gives_one_warning(name: str, steps: list[StepNumbers]) -> None:
-    (warning,) = [one for one in warnings_of(changed(steps, name)) if one.monitor == name]
-    assert (warning.since, warning.step) == (ONSET, ONSET + 2)
-    assert abs(warning.value) > warning.threshold
-    assert warning.message.startswith(f"Since step {ONSET}, ")
+    (warning,) = [one for one in warnings_of(changed(steps, name)) if one["monitor"] == name]
+    assert (warning["since"], warning["step"]) == (ONSET, ONSET + 2)
+    assert abs(warning["value"]) > warning["threshold"]
+    assert warning["message"].startswith(f"Since step {ONSET}, ")
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -179,7 +179,7 @@ def test_a_number_that_is_off_has_no_value_and_no_warning(name: str) -> None:
     for numbers in changed(HEALTHY, name)[:16]:
         values, warnings = watch.check(numbers)
         assert name not in values
-        assert name not in {warning.monitor for warning in warnings}
+        assert name not in {warning["monitor"] for warning in warnings}
 
 
 def test_a_limit_can_be_changed() -> None:
@@ -191,13 +191,13 @@ def test_fewer_steps_than_the_patience_give_no_warning() -> None:
     steps = changed(HEALTHY, "masked_share", {11, 12})
     assert warnings_of(steps) == []
     (warning,) = warnings_of(steps, patience=2)
-    assert (warning.since, warning.step) == (11, 12)
-    assert warnings_of(changed(HEALTHY, "masked_share", {11}), patience=1)[0].message.startswith("In step 11, ")
+    assert (warning["since"], warning["step"]) == (11, 12)
+    assert warnings_of(changed(HEALTHY, "masked_share", {11}), patience=1)[0]["message"].startswith("In step 11, ")
 
 
 def test_a_warning_is_given_again_only_after_it_has_ended() -> None:
     steps = changed(HEALTHY, "masked_share", {11, 12, 13, 15, 16, 17, 30, 31, 32})
-    assert [(warning.since, warning.step) for warning in warnings_of(steps)] == [(11, 13), (30, 32)]
+    assert [(warning["since"], warning["step"]) for warning in warnings_of(steps)] == [(11, 13), (30, 32)]
 
 
 def test_active_warnings_are_counted_until_they_end() -> None:

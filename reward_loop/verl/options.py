@@ -20,7 +20,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 
-from reward_loop.agent.step_order import StepOrder
 from reward_loop.config import Config, RewardLoopConfig, RewardModelConfig, parse
 from reward_loop.errors import ConfigError
 from reward_loop.managers import get as get_manager
@@ -407,20 +406,18 @@ def mini_batch_groups(config: DictConfig, *, critic: bool) -> int:
     return math.lcm(*sizes)
 
 
-def step_order(config: DictConfig, options: PipelineOptions, groups: int) -> StepOrder:
-    """Return the order of the parts of a step. ``groups`` is the number of groups in a mini-batch."""
-    by_mini_batch = options.mini_batch_pipeline
+def by_mini_batch(config: DictConfig, options: PipelineOptions) -> bool:
+    """Return whether a mini-batch is trained on when its rewards have arrived, before the others have theirs."""
     estimator = config.algorithm.adv_estimator
-    if by_mini_batch and estimator not in MINI_BATCH_ESTIMATORS:
+    if options.mini_batch_pipeline and estimator not in MINI_BATCH_ESTIMATORS:
         logger.warning(
             "trainer.v1.reward_pipeline.mini_batch_pipeline has no effect with algorithm.adv_estimator=%s, which uses "
             "the whole batch: an update waits for all rewards. Estimators that work by mini-batch: %s",
             estimator,
             ", ".join(sorted(MINI_BATCH_ESTIMATORS)),
         )
-        by_mini_batch = False
-    count = math.ceil(config.data.train_batch_size / groups) if by_mini_batch else 1
-    return StepOrder(count, by_mini_batch, options.one_step_off_policy)
+        return False
+    return options.mini_batch_pipeline
 
 
 def queue_shares(config: DictConfig, options: RewardQueueOptions) -> tuple[int, int]:

@@ -58,11 +58,6 @@ def uid_of(key: str) -> str:
     return key.rsplit("_", 2)[0]
 
 
-def number_of(key: str) -> str:
-    """Return the number of the session among those of its prompt."""
-    return key.rsplit("_", 2)[1]
-
-
 def session_of(key: str) -> tuple[str, int]:
     """Return the session, as ``{uid}_{session}``, and the index."""
     session, index = key.rsplit("_", 1)
@@ -110,6 +105,8 @@ class VerlSamples:
         manager: a manager, with its options and its function.
     """
 
+    options_of = staticmethod(options_of)
+
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._decoder = None
@@ -123,16 +120,10 @@ class VerlSamples:
         self._longest_response = verl_options(config, "actor_rollout_ref.rollout.response_length")
         self._total_steps = verl_options(config, "trainer.total_training_steps")
         filters = verl_options(config, "algorithm.filter_groups") or {}
-        self._filter_metric = filters.get("metric") if filters.get("enable") else None
+        metric = filters.get("metric") if filters.get("enable") else None
+        # Not `reward` in the extra info: verl's validation appends it to its own column of that name, and then fails.
+        self._filter_metric = None if metric == "reward" else metric
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
-        # No such key in the extra info: verl's validation appends it to its own column `reward`, and then fails.
-        if self._filter_metric == "reward":
-            self._filter_metric = None
-
-    @staticmethod
-    def options_of(config: Mapping[str, Any]) -> RewardLoopConfig:
-        """Return the options of the reward loop; see the function of this name."""
-        return options_of(config)
 
     def option(self, path: str) -> Any:
         """Return the value at a dotted path of verl's configuration, or ``None`` if there is none."""
@@ -367,9 +358,6 @@ def row_name(row: Mapping[str, Any]) -> str | None:
     return "_".join([str(part) for part in name if part is not None]) or None
 
 
-_SHORT_RESPONSE = 1024
-"""Tokens up to which a fast tokenizer decodes on the event loop: about 0.1 ms, less than the handover to a thread."""
-
 _THREADS = 2
 """Decoding holds the GIL for much of its time, so more threads do not help."""
 
@@ -386,8 +374,7 @@ class ResponseDecoder:
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._bytes = _bytes_of_tokens(tokenizer, skip_special_tokens)
         self._threads = DaemonThreads(_THREADS)
 
@@ -400,10 +387,7 @@ class ResponseDecoder:
         """
         if self._bytes is not None:
             return _join(self._bytes, ids)
-        decode = functools.partial(self._tokenizer.decode, ids, skip_special_tokens=self._skips)
-        if len(ids) <= _SHORT_RESPONSE and getattr(self._tokenizer, "is_fast", False):
-            return decode()
-        return await self._threads.run(decode)
+        return await self._threads.run(functools.partial(self._decode, ids))
 
 
 def _bytes_of_tokens(tokenizer: Any, skips: bool) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Any
 
@@ -23,9 +24,8 @@ from transfer_queue import KVBatchMeta as KVBatchMeta  # also for the other modu
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
-from reward_loop.types import Reward
+from reward_loop.types import Reward, RewardResult
 from reward_loop.verl.samples import FAILURE, TURNS, VALIDATE, final_outputs, session_of, uid_of
-from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -71,12 +71,10 @@ def spread_learners(is_learner: Sequence[bool], ranks: int, size: int) -> list[i
     order: list[int] = []
     turn = 0
     for rows in of_rank:
-        parts: list[list[int]] = [[] for _ in range(mini_batches)]
-        for row in rows:
-            parts[turn % mini_batches].append(row)
-            turn += 1
-        for part in parts:
+        for number in range(mini_batches):
+            part = rows[(number - turn) % mini_batches :: mini_batches]
             order += [*part, *islice(padding, size // ranks - len(part))]
+        turn += len(rows)
     return order
 
 
@@ -156,7 +154,7 @@ def zero(keys: Sequence[str], *fields: str) -> None:
 
 def read_tags() -> tuple[dict[str, dict], dict[str, dict]]:
     """Return the tags of the training prompts, and the tags of their trajectories, that are in TransferQueue."""
-    items = _all_tags("train")
+    items = (tq.kv_list("train") or {}).get("train", {})
     prompts = {key: tag for key, tag in items.items() if tag.get("is_prompt")}
     return prompts, {key: tag for key, tag in items.items() if key not in prompts}
 
@@ -168,15 +166,11 @@ def last_failure() -> str:
     return f"The last rollout that failed is {failure}" if failure else "See the log of the agent loop workers"
 
 
-def read_trajectories(uids: Collection[str], partition_id: str = "train") -> KVBatchMeta:
-    """Return the trajectories of these prompts that are in TransferQueue."""
-    items = _all_tags(partition_id)
-    rows = {key: tag for key, tag in items.items() if not tag.get("is_prompt") and uid_of(key) in uids}
-    return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
-
-
-def _all_tags(partition_id: str) -> dict[str, dict]:
-    return (tq.kv_list(partition_id) or {}).get(partition_id, {})
+def read_trajectories(uids: Collection[str]) -> KVBatchMeta:
+    """Return the trajectories of these training prompts that are in TransferQueue."""
+    _, trajectories = read_tags()
+    rows = {key: tag for key, tag in trajectories.items() if uid_of(key) in uids}
+    return KVBatchMeta(partition_id="train", keys=list(rows), tags=list(rows.values()))
 
 
 INFO = "reward_extra_info"
@@ -246,6 +240,25 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     # Not `np.array(values)`, which makes lists of equal length a two-dimensional array.
     column[:] = values
     return column
+
+
+@dataclass(slots=True)
+class TrajectoryReward:
+    """The reward of a trajectory, of one output of a session, as TransferQueue has it."""
+
+    info: Mapping[str, Any]
+    """Its ``reward_extra_info``."""
+    reward: float
+    """The sum of the rewards of its tokens. An agent loop may have set a number that is not finite: it is masked."""
+    tokens: int = 0
+    """The number of tokens of the response."""
+    session: str | None = None
+    """The session, for messages."""
+    result: RewardResult = field(init=False)
+    """The result of scoring. A sample without an outcome got its score from the agent loop."""
+
+    def __post_init__(self) -> None:
+        self.result = RewardResult.of(Reward(reward_score=self.reward, reward_extra_info={**self.info}), self.session)
 
 
 def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
@@ -325,10 +338,9 @@ def token_rewards(reward: float, response_mask: Sequence[int], info: Mapping[str
     mask = torch.as_tensor(response_mask)
     placed = torch.zeros(len(mask), dtype=torch.float32)
     ends = ((mask > 0) & (torch.cat([mask[1:], mask.new_zeros(1)]) == 0)).nonzero().flatten()
-    if (parts := info.get("token_level_scores")) is not None:
-        placed += torch.as_tensor(parts, dtype=torch.float32)
-    if (parts := info.get("turn_level_scores")) is not None:
-        placed[ends] += torch.as_tensor(parts, dtype=torch.float32)
+    for name, tokens in (("token_level_scores", slice(None)), ("turn_level_scores", ends)):
+        if (parts := info.get(name)) is not None:
+            placed[tokens] += torch.as_tensor(parts, dtype=torch.float32)
     # A response may have no token, or none of the policy.
     last = ends[-1:] if len(ends) else slice(-1, None)
     placed[last] += reward - placed.sum()

@@ -87,9 +87,3 @@ def test_the_baseline_of_an_estimator_is_that_of_the_group(estimator: str) -> No
     after = advantages(data, keys, estimator)
     ratio = (before[group] * after[group]).sum() / (before[group].norm() * after[group].norm())
     assert (ratio > 0.999) == (estimator in GROUP_ESTIMATORS)
-
-
-def test_no_estimator_of_verl_is_forgotten() -> None:
-    # Those left out whiten, or are not available.
-    whiten = {"gpg", "reinforce_plus_plus_baseline", *WITHOUT_A_GROUP}
-    assert whiten | UNAVAILABLE == VERLS - MINI_BATCH_ESTIMATORS

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.step_order import FilterForecast, StepOrder
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
@@ -102,8 +102,8 @@ class Trainer(RewardPipelineTrainer):
         self.use_critic = self.use_reference_policy = False
         self.global_steps, self.total_training_steps, self.steps_per_epoch = 1, STEPS, 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
-        self._schedule = StepOrder(1, one_step_off_policy=off_policy)
-        self._actions, self._submitted, self._mini_batch_groups = None, [], SIZE
+        self._by_mini_batch, self.parameter_sync_step = False, 1
+        self._submitted, self._mini_batch_groups = [], SIZE
         self._filters = self._replaces = True
         self._forecast, self._kept = FilterForecast(round(self.options.max_ahead * SIZE)), set()
         self.replay_buffer: Any = Rollout(seed=0, judged_at_a_poll=judged_at_a_poll)

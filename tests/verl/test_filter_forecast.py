@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_loop.agent.step_order import FilterForecast
+from reward_loop.agent.filter_forecast import FilterForecast
 
 COUNTS = st.integers(0, 300)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.step_order import FilterForecast, StepOrder
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.options import PipelineOptions
@@ -69,7 +68,7 @@ class Trainer(RewardPipelineTrainer):
     """Records what it would do. `sizes` gives the rows of each group; the groups in `fully_masked` have no score."""
 
     def __init__(
-        self, schedule: StepOrder, sizes: dict[str, int], arrival: str, fully_masked: str = "", **options: Any
+        self, mini_batches: int, sizes: dict[str, int], arrival: str, fully_masked: str = "", *, ahead: bool = False
     ) -> None:
         self.config = OmegaConf.create(
             {
@@ -78,13 +77,13 @@ class Trainer(RewardPipelineTrainer):
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
             }
         )
-        self.options = PipelineOptions(**options)
+        self.options = PipelineOptions(one_step_off_policy=ahead)
         self.use_critic = self.use_reference_policy = False
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
         self.masked: list[str] = []
-        self._schedule, self._actions, self._submitted = schedule, None, []
+        self._by_mini_batch, self.parameter_sync_step, self._submitted = mini_batches > 1, mini_batches, []
         self._mini_batch_groups = 2
         self._replaces = self._filters = False
         self._forecast, self._kept = FilterForecast(0), set()
@@ -144,12 +143,11 @@ def done(*args: Any, **kwargs: Any) -> list[str]:
 
 
 EVEN = dict.fromkeys("abcd", 4)
-PIPELINE = StepOrder(2, mini_batch_pipeline=True)
-SERIAL = StepOrder()
+PIPELINE = 2
 
 
 def test_without_overlaps_all_rewards_are_awaited_first() -> None:
-    assert done(StepOrder(), EVEN, "dcba") == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
+    assert done(1, EVEN, "dcba") == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
 
 
 def test_a_mini_batch_is_trained_on_when_its_groups_are_complete() -> None:
@@ -231,11 +229,22 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     assert trainer._left_out == {"4_0_0": {"is_padding": True}}
 
 
-def test_nothing_is_generated_for_a_step_after_the_last_epoch() -> None:
-    trainer = Trainer(StepOrder(2, mini_batch_pipeline=True, one_step_off_policy=True), EVEN, "abcd")
-    trainer.total_training_steps = 9
+def test_one_step_ahead_generates_the_next_step_first_and_nothing_after_the_last_epoch() -> None:
+    trainer = Trainer(1, EVEN, "abcd", ahead=True)
+    trainer.total_training_steps, trainer.config.trainer.total_epochs = 9, 2
     trainer.step({}, {})
-    assert trainer.done.count("generate") == 1
+    ahead = ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
+    assert trainer.done == ["generate", *ahead]
+    trainer.global_steps = 2
+    trainer.step({}, {})
+    assert trainer.done == ["generate", *ahead, *ahead[1:]]
+
+
+def test_a_resumed_run_generates_only_what_the_checkpoint_lacks() -> None:
+    trainer = Trainer(1, EVEN, "abcd", ahead=True)
+    trainer._submitted = list("abcd")
+    trainer.step({}, {})
+    assert "generate" not in trainer.done
 
 
 def test_groups_without_a_score_leave_the_batch_and_pad_the_last_mini_batch() -> None:
@@ -343,38 +352,3 @@ def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
     with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
         trainer.run()
     assert trainer.submitted == 3 * 2
-
-
-class Generating(RewardPipelineTrainer):
-    """`a` is trained on, `b` is the next step's."""
-
-    def __init__(self, ends: str) -> None:
-        rollout = {"temperature": 1.0}
-        self.config = OmegaConf.create({"data": {"train_batch_size": 1}, "actor_rollout_ref": {"rollout": rollout}})
-        self._job: Any = NoJob()
-        self.options, self._schedule = PipelineOptions(), SERIAL
-        self.global_steps = 1
-        self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
-        self._submitted = ["a", "b"]
-        self._replaces = self._filters = False
-        self._forecast, self._kept = FilterForecast(0), set()
-        self.replay_buffer: Any = Judges(ends)
-        self.replay_buffer.running = set("ab")
-        self.asleep = False
-
-    def generate(self) -> StepBatch:
-        return self._finish_generation({}, {})
-
-    def on_sample_end(self) -> None:
-        self.asleep = True
-
-    def _trajectories(self, uids: list[str]) -> KVBatchMeta:
-        return KVBatchMeta(keys=[f"{uid}_0_0" for uid in uids], tags=[{} for _ in uids])
-
-
-@pytest.mark.parametrize("ends", ["a", "b"])
-def test_the_engine_stays_awake_until_every_prompt_is_generated(ends: str) -> None:
-    trainer = Generating(ends)
-    with pytest.raises(RewardLoopError, match="waited for"):
-        trainer.generate()
-    assert not trainer.asleep  # if a worker dies, its prompts are generated again

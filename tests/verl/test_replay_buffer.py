@@ -13,9 +13,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from reward_loop.errors import ConfigError, RewardLoopError
 from reward_loop.verl.options import SamplerOptions
+from reward_loop.verl.tq_rows import TrajectoryReward
 from reward_loop.verl.trainer import replay_buffer
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
-from reward_loop.verl.trainer.reward_metrics import TrajectoryReward
 
 pytestmark = pytest.mark.integration  # imports verl
 

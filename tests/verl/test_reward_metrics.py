@@ -20,9 +20,10 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from reward_loop.verl import tq_rows
+from reward_loop.verl.tq_rows import TrajectoryReward
 from reward_loop.verl.trainer import reward_loop_trainer as trainer
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
-from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward, only_numbers
+from reward_loop.verl.trainer.reward_metrics import StepRewards, only_numbers
 from tests.verl.configs import resolved, settled
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import Workers, constructed, set_up
@@ -142,19 +143,6 @@ class Run:
         return metrics
 
 
-def test_scores_and_rewards_of_a_step_are_means_over_the_samples_that_are_trained_on(
-    monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
-) -> None:
-    # In the last group one sample is left, which has no baseline and is not trained on.
-    parts: list[list[list[float | None]]] = [[[0.5, 1.0, None]], [[0.25, 0.75, 0.5], [None, None, 0.9]]]
-    metrics = Run(monkeypatch, queue, parts).step()
-    trained = [0.5, 1.0, 0.25, 0.75, 0.5]
-    for name in ("critic/score", "critic/rewards"):
-        assert metrics[f"{name}/mean"] == pytest.approx(statistics.mean(trained))
-        assert (metrics[f"{name}/max"], metrics[f"{name}/min"]) == (1.0, 0.25)
-    assert metrics["reward_loop/raw_score/mean"] == pytest.approx(statistics.mean([*trained, 0.9]))
-
-
 def test_counts_of_a_steps_parts_are_added_and_means_are_over_all_samples(
     monkeypatch: pytest.MonkeyPatch, queue: FakeQueue
 ) -> None:
@@ -170,7 +158,6 @@ def test_a_part_without_a_score_does_not_end_the_step(monkeypatch: pytest.Monkey
         run = Run(monkeypatch, queue, parts)
         metrics = run.step()
         assert (metrics["reward_loop/scored"], metrics["reward_loop/failed"]) == (2, 2)
-        assert metrics["critic/score/mean"] == 0.5
         assert run.updated == [[f"p{1 - empty}g0_0_0", f"p{1 - empty}g0_1_0"]]
         assert (
             run.sampled == 1
@@ -222,7 +209,7 @@ def test_rows_that_an_agent_loop_manager_has_written_itself_have_rewards(queue: 
     batch = KVBatchMeta(partition_id="train", keys=list(queue.rows), tags=[{} for _ in queue.rows])
     for _ in range(2):
         rewards = tq_rows.read_rewards(batch)
-        assert {key: (reward.outcome, reward.is_masked) for key, reward in rewards.items()} == {
+        assert {key: (reward.result.outcome, reward.result.masked) for key, reward in rewards.items()} == {
             "a_0_0": ("scored", False),
             "b_0_0": ("scored", False),
             "c_0_0": ("failed", True),

@@ -14,8 +14,8 @@ import torch
 from reward_loop.config import HealthConfig, RewardLoopConfig
 from reward_loop.records.trainer_events import HealthRecords, health
 from reward_loop.verl import tq_rows
-from reward_loop.verl.trainer.recording_trainer import StepHealth
-from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward
+from reward_loop.verl.tq_rows import TrajectoryReward
+from reward_loop.verl.trainer.reward_metrics import StepHealth, StepRewards
 
 pytestmark = pytest.mark.integration  # imports verl
 

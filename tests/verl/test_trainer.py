@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from reward_loop.verl import tq_rows
 from reward_loop.verl.tq_rows import token_rewards, turns_of
 from tests.verl import trainers
 from tests.verl.configs import resolved
+from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import constructed, set_up
 
 pytestmark = pytest.mark.integration  # imports verl
@@ -76,25 +76,9 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    rows: Rows = {}
-
-    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
-        fields = {field: [rows[key][field] for key in keys] for field in select_fields}
-        return {
-            field: torch.nested.as_nested_tensor(values, layout=torch.jagged)
-            if isinstance(values[0], torch.Tensor)
-            else values
-            for field, values in fields.items()
-        }
-
-    def put(keys: list[str], partition_id: str, fields: Any) -> None:
-        for field in fields.keys():  # noqa: SIM118
-            values = fields[field].unbind() if isinstance(fields[field], torch.Tensor) else list(fields[field])
-            for key, value in zip(keys, values, strict=True):
-                rows[key][field] = getattr(value, "data", value) if isinstance(fields.get(field), list) else value
-
-    monkeypatch.setattr(tq_rows, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
-    return rows
+    fake = FakeQueue()
+    monkeypatch.setattr(tq_rows, "tq", fake)
+    return fake.rows
 
 
 def row(mask: torch.Tensor, score: float, /, **info: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.verl.options import ModeOptions, RewardSettings
 from reward_loop.verl.run.services import RewardServices
 from reward_loop.verl.trainer import reward_loop_trainer as trainer
-from reward_loop.verl.trainer.recording_trainer import RecordingTrainer
 from reward_loop.verl.trainer.reward_loop_trainer import with_reward_loop
 from reward_loop.verl.workers import reward_workers as workers
 from reward_loop.verl.workers.reward_workers import RewardWorkers
@@ -97,7 +96,7 @@ def set_up(monkeypatch: pytest.MonkeyPatch, made: Any, rewards: Any = None, step
     """Set a trainer up, without verl's part, which starts workers. ``rewards`` stands where the reward workers are."""
     monkeypatch.setattr(trainer, "RewardWorkers", lambda *_, **__: rewards or Workers())
     for cls in type(made).__mro__:
-        if issubclass(cls, PPOTrainer) and not issubclass(cls, RecordingTrainer) and "_setup" in vars(cls):
+        if issubclass(cls, PPOTrainer) and not issubclass(cls, trainer.RewardLoopTrainer) and "_setup" in vars(cls):
             monkeypatch.setattr(cls, "_setup", lambda self: None)
     made.actor_rollout_wg = SimpleNamespace(update_actor=lambda batch: batch, _dispatch_info={"actor": [0]})
     made.tokenizer, made.total_training_steps = SimpleNamespace(decode=str), 7

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -61,10 +61,10 @@ from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.profiler import marked_timer, simple_timer
 from verl.utils.tensordict_utils import assign_non_tensor
 
-from reward_loop.agent.step_order import Action, FilterForecast, Generate, Prepare, Train, Wait
+from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
-from reward_loop.verl.options import PIPELINE_MODE, mini_batch_groups, read_mode, step_order
+from reward_loop.verl.options import PIPELINE_MODE, by_mini_batch, mini_batch_groups, read_mode
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import JUDGED, TRAINING_STEP, uid_of
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
@@ -75,7 +75,7 @@ from reward_loop.verl.trainer.reward_metrics import overlap_metrics
 
 @register_trainer(PIPELINE_MODE)
 class RewardPipelineTrainer(PPOTrainerSync):
-    """verl's synchronous, colocated trainer, which runs the parts of a step in the order of a `StepOrder`."""
+    """verl's synchronous, colocated trainer, with another order of the parts of a step: see `step`."""
 
     replay_buffer: RewardReplayBuffer
     # What `with_reward_loop` adds.
@@ -85,6 +85,8 @@ class RewardPipelineTrainer(PPOTrainerSync):
     _judge_colocated: Callable[[KVBatchMeta], None]
     _left_out: dict[str, dict[str, Any]]
     _records: Records | None
+    _is_first = True
+    """Whether no step has run in this process."""
 
     def __init__(self, config: DictConfig) -> None:
         options = read_mode(config).pipeline
@@ -98,11 +100,11 @@ class RewardPipelineTrainer(PPOTrainerSync):
         self._submitted: list[str] = []
         """The uids of the submitted prompts that are not in a batch yet, oldest first."""
         self._mini_batch_groups = mini_batch_groups(config, critic=self.use_critic)
-        self._schedule = step_order(config, options, self._mini_batch_groups)
+        self._by_mini_batch = by_mini_batch(config, options)
         # verl's schedules of the learning rate run for this many updates a step.
-        self.parameter_sync_step = self._schedule.mini_batches
-        self._actions: Iterator[Action] | None = None
-        self._batch: StepBatch | None = None
+        self.parameter_sync_step = 1
+        if self._by_mini_batch:
+            self.parameter_sync_step = math.ceil(config.data.train_batch_size / self._mini_batch_groups)
         self._filtered = 0
         """The number of groups that were filtered in the current step."""
         self._judged: list[Interval] = []
@@ -128,49 +130,52 @@ class RewardPipelineTrainer(PPOTrainerSync):
 
     @override
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
-        """Run the actions of the schedule, up to the last update of one training step."""
-        self._judged = []
-        self._batch = None
-        self._filtered = 0
-        if self._actions is None:
-            # verl also stops after the last epoch.
-            last_step = min(self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch)
-            self._actions = self._schedule.actions(
-                last_step - self.global_steps + 1,
-                self._ready,
-                first_step=self.global_steps,
-                generated=len(self._submitted) >= self.config.data.train_batch_size,
-            )
-        # The loop ends before the iterator does: the next step continues with the action that follows.
-        for action in self._actions:
-            if isinstance(action, Generate):
-                with simple_timer("gen", timing_raw):
-                    self.on_sample_begin()
-                    later = (action.step - self.global_steps) * self.config.data.train_batch_size
-                    self._submit(self._missing(self.replay_buffer.unfinished(), metrics, later=later), action.step)
-                continue
-            if self._batch is None:
-                self._batch = self._finish_generation(metrics, timing_raw)
-            match action:
-                case Prepare():
-                    self._prepare(self._batch, metrics, timing_raw)
-                case Wait(mini_batches=count):
-                    with simple_timer("wait_reward", timing_raw):
-                        self.replay_buffer.wait(lambda: self._ready(self.global_steps) >= count)
-                case Train(first=first, count=count):
-                    last = first + count == self._schedule.mini_batches
-                    self._train(self._batch, None if last else count * self._mini_batch_groups, timing_raw)
-                    if last:
-                        break
-        assert self._batch is not None
-        return self._finish_step(self._batch, metrics)
+        """Run the parts of one training step: generate, prepare, and train on each mini-batch that has its rewards.
 
-    def _ready(self, step: int) -> int:
-        """The number of mini-batches of the step that have all their rewards, including those already trained on."""
-        if self._batch is None:
-            return 0
-        unfinished = self.replay_buffer.unfinished()
-        return self._batch.ready_mini_batches(unfinished, self._schedule.mini_batches, self._mini_batch_groups)
+        Without an overlap, prepare after all rewards have arrived, as verl's mode ``sync`` does.
+        """
+        self._judged, self._filtered = [], 0
+        ahead = self.options.one_step_off_policy
+        # One step ahead, the step before has submitted these prompts, or the checkpoint has them.
+        if not ahead or (self._is_first and len(self._submitted) < self.config.data.train_batch_size):
+            self._generate(0, metrics, timing_raw)
+        self._is_first = False
+        # verl also stops after the last epoch.
+        if ahead and self.global_steps < min(
+            self.total_training_steps, self.config.trainer.total_epochs * self.steps_per_epoch
+        ):
+            self._generate(1, metrics, timing_raw)
+        batch = self._finish_generation(metrics, timing_raw)
+        overlaps = ahead or self._by_mini_batch
+        if overlaps:
+            self._prepare(batch, metrics, timing_raw)
+
+        def ready() -> int:
+            unfinished = self.replay_buffer.unfinished()
+            return batch.ready_mini_batches(unfinished, self.parameter_sync_step, self._mini_batch_groups)
+
+        def more() -> bool:
+            return ready() > trained
+
+        trained = 0
+        while trained < self.parameter_sync_step:
+            if not more():
+                with simple_timer("wait_reward", timing_raw):
+                    self.replay_buffer.wait(more)
+            if not overlaps:
+                self._prepare(batch, metrics, timing_raw)
+            before, trained = trained, ready()
+            last = trained == self.parameter_sync_step
+            self._train(batch, None if last else (trained - before) * self._mini_batch_groups, timing_raw)
+        return self._finish_step(batch, metrics)
+
+    def _generate(self, ahead: int, metrics: dict, timing_raw: dict) -> None:
+        """Submit the prompts that this step lacks, or this step and the next one if ``ahead`` is 1."""
+        with simple_timer("gen", timing_raw):
+            self.on_sample_begin()
+            later = ahead * self.config.data.train_batch_size
+            missing = self._missing(self.replay_buffer.unfinished(), metrics, later=later)
+            self._submit(missing, self.global_steps + ahead)
 
     def _submit(self, count: int, step: int) -> None:
         """Submit new prompts to the rollout, for a training step.
@@ -310,7 +315,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         batch.add(rows, learners)
         batch.metrics.add_step_metrics(part_metrics, sample_count=len(learners))
         size = self._get_required_batch_multiple(self._data_parallel_size())
-        if not self._schedule.mini_batch_pipeline:
+        if not self._by_mini_batch:
             size *= max(1, math.ceil(len(batch.rows) / size))  # one update call in a step, as verl makes
         for rows, padding in batch.take_updates(size, last=count is None):
             update_metrics: dict = {}
@@ -347,7 +352,9 @@ class RewardPipelineTrainer(PPOTrainerSync):
             metrics["reward_pipeline/filtered_share"] = self._forecast.share
         self._forecast.end_step()
         metrics["reward_pipeline/update_calls"] = batch.updates
-        staleness = batch.staleness(self.global_steps)
+        versions = [tag["min_global_steps"] for tag in batch.whole.tags if not tag.get("is_padding")]
+        # In training steps: how much older than those of this step the weights are that generated each trajectory.
+        staleness = [self.global_steps - 1 - version for version in versions]
         metrics["reward_pipeline/off_policy_steps"] = float(max(staleness))
         metrics["reward_pipeline/off_policy_share"] = sum(map(bool, staleness)) / len(staleness)
         others = set(range(len(batch.whole.keys))).difference(batch.trained)
@@ -432,10 +439,6 @@ class StepBatch:
         trained = len(self.uids) - len(self.groups)
         # The last mini-batch takes all groups that are left, so it is ready only with all of them.
         return min(total - 1, (trained + complete) // size)
-
-    def staleness(self, step: int) -> list[int]:
-        """Return, for each trajectory, how many training steps older its weights are than those of step ``step``."""
-        return [step - 1 - tag["min_global_steps"] for tag in self.whole.tags if not tag.get("is_padding")]
 
     def take_groups(self, uids: list[str]) -> list[int]:
         """Remove these groups from `groups`, and return their rows."""

@@ -145,7 +145,7 @@ class RewardReplayBuffer(ReplayBuffer):
         for key, reward in read_rewards(batch).items():
             uid, (session, _) = uid_of(key), session_of(key)
             value = finite_number(reward.reward if metric == REWARD_METRIC else reward.info.get(metric))
-            if reward.outcome is not Outcome.SCORED:
+            if reward.result.outcome is not Outcome.SCORED:
                 continue
             if value is not None:
                 # By session, whose outputs all have the same reward: it counts once.

@@ -68,7 +68,7 @@ def reset_unscored_prompts(*, judged: bool) -> set[str]:
     kept = {uid for uid, tag in prompts.items() if tag["status"] == "finished"}
     if judged:
         rewards = read_rewards(read_trajectories(kept))
-        kept -= {uid_of(key) for key, reward in rewards.items() if reward.outcome is not Outcome.SCORED}
+        kept -= {uid_of(key) for key, reward in rewards.items() if reward.result.outcome is not Outcome.SCORED}
     logger.warning(
         "the checkpoint has %d prompts: %d have all their scores, and %d are generated again",
         *(len(prompts), len(kept), len(prompts) - len(kept)),

@@ -1,10 +1,10 @@
-"""verl's V1 trainer with rewards from the reward loop, for every trainer mode."""
+"""verl's V1 trainer with rewards from the reward loop, for every trainer mode, and what it records of each step."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,8 +20,9 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
+from reward_loop.managers.base import open_records
 from reward_loop.managers.failures import Failures
-from reward_loop.records import cleaned, resumed_row
+from reward_loop.records import WaitsFor, cleaned, resumed_row
 from reward_loop.types import Outcome, RewardResult
 from reward_loop.verl.installed import replaced
 from reward_loop.verl.options import MINI_BATCH_ESTIMATORS, without_reward
@@ -30,24 +31,24 @@ from reward_loop.verl.samples import final_outputs, uid_of
 from reward_loop.verl.tq_rows import (
     MASKS,
     KVBatchMeta,
+    TrajectoryReward,
     clear,
     copy,
+    field_names,
     read_rewards,
-    read_rows,
     read_sessions,
     select,
     spread_learners,
     write_rewards,
     zero,
 )
-from reward_loop.verl.trainer.recording_trainer import RecordingTrainer, StepHealth
-from reward_loop.verl.trainer.replay_buffer import extend
+from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer, extend
 from reward_loop.verl.trainer.resume import reset_unscored_prompts, restore_usage, save_usage
 from reward_loop.verl.trainer.reward_metrics import (
+    StepHealth,
     StepRewards,
-    TrajectoryReward,
+    advantages,
     only_numbers,
-    spread,
     without_baseline,
 )
 from reward_loop.verl.workers.agent_loop import RewardAgentLoopManager
@@ -66,7 +67,27 @@ class NothingToLearnError(RewardLoopError):
     """No sample of an update has a score to learn from."""
 
 
-class RewardLoopTrainer(RecordingTrainer):
+class RecordedSeconds(dict[str, float]):
+    """verl's timings of a step, as a dict that calls a function whenever seconds are added: then a phase has ended.
+
+    verl calls nothing at the end of a phase: it only adds the seconds to this dict.
+
+    Args:
+        ended: called with the name of the phase, and its seconds.
+    """
+
+    def __init__(self, ended: Callable[[str, float], None]) -> None:
+        super().__init__()
+        self._ended = ended
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        added = seconds - self.get(name, 0.0)
+        super().__setitem__(name, seconds)
+        if added > 0:
+            self._ended(name, added)
+
+
+class RewardLoopTrainer(PPOTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
     Args:
@@ -74,12 +95,17 @@ class RewardLoopTrainer(RecordingTrainer):
         rewards: the settings of rewards, and the services that run.
     """
 
+    replay_buffer: RewardReplayBuffer
+    _timing_raw: dict[str, float]
+
     def __init__(self, config: DictConfig, rewards: RewardServices) -> None:
         # Before verl's constructor, which calls `_build_replay_buffer`.
         self._settings = rewards.settings
         self._router = rewards.router
         self._colocated = rewards.colocated
         self._job = rewards.job
+        self._records = open_records(rewards.settings.options)
+        """``None`` if nothing is recorded."""
         self._rewards = StepRewards()
         """The rewards of the current step."""
         self._left_out: dict[str, dict[str, Any]] = {}
@@ -128,6 +154,28 @@ class RewardLoopTrainer(RecordingTrainer):
         handles = [self.reward_workers.client] if self._colocated is None else None
         return SimpleNamespace(reward_loop_worker_handles=handles)
 
+    @property
+    def timing_raw(self) -> dict[str, float]:
+        """The seconds of the current step, by the name of the timing. verl sets it at the start of each step."""
+        return self._timing_raw
+
+    @timing_raw.setter
+    def timing_raw(self, _: dict[str, float]) -> None:
+        self._timing_raw = RecordedSeconds(self._record_phase)
+
+    def _record_phase(self, name: str, seconds: float) -> None:
+        if self._records is None:
+            return
+        waits_for: WaitsFor | None = None
+        if name in ("reward", "wait_reward"):
+            waits_for = "rewards"
+        elif name in ("gen", "switch_wait"):
+            # In the mode `reward_pipeline`, the wait for rewards is a phase of its own.
+            pipelined = self._settings.mode.pipeline is not None
+            waits_for = "rollouts" if pipelined or self._colocated is not None else "rewards"
+        end = time.time()
+        self._records.write_phase(name, self.global_steps, end - seconds, end, waits_for)
+
     @override
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, and then stop the agent loop workers and the reward workers.
@@ -147,6 +195,8 @@ class RewardLoopTrainer(RecordingTrainer):
                 super().fit(agent_loop_manager)
         finally:
             self._health.flush()
+            if self._records is not None:
+                self._records.flush()
             self._keep_usage()
         # Callers first: agent loop workers call reward workers, and these call the job's actor, which stops last.
         for worker in getattr(agent_loop_manager, "agent_loop_workers", ()):  # a manager of the user may have others
@@ -232,7 +282,7 @@ class RewardLoopTrainer(RecordingTrainer):
                 self.checkpoint_manager.update_weights()  # verl does it after scoring, and wakes the rollout
         rewards = [self._validated[key] for key in final_outputs(self._validated)]
         self._say_failures(f"validation of step {self.global_steps}", [reward.result for reward in rewards])
-        outcomes = Counter(reward.outcome for reward in rewards)
+        outcomes = Counter(reward.result.outcome for reward in rewards)
         counts = {f"val-aux/reward_outcome/{outcome}": float(outcomes[outcome]) for outcome in Outcome if rewards}
         return metrics | counts
 
@@ -244,12 +294,12 @@ class RewardLoopTrainer(RecordingTrainer):
         """
         rewards = read_rewards(batch)
         self._validated |= rewards
-        masked = [key for key in batch.keys if rewards[key].is_masked]
+        masked = [key for key in batch.keys if rewards[key].result.masked]
         if masked:
             clear(masked, batch.partition_id)
         if len(masked) == len(batch.keys):
             raise NothingToLearnError(f"no sample of the validation of step {self.global_steps} has a score")
-        return select(batch, [row for row, key in enumerate(batch.keys) if not rewards[key].is_masked])
+        return select(batch, [row for row, key in enumerate(batch.keys) if not rewards[key].result.masked])
 
     @override
     def _val_metrics_update(
@@ -261,7 +311,7 @@ class RewardLoopTrainer(RecordingTrainer):
         expected_acc_counts: dict[tuple[str, str], int] | None = None,
     ) -> dict[str, float]:
         # verl counts `acc` 0 for each rollout that was requested and is not there, and fails on lists and dicts.
-        masked = Counter(uid_of(key) for key in final_outputs(self._validated) if self._validated[key].is_masked)
+        masked = Counter(uid_of(key) for key in final_outputs(self._validated) if self._validated[key].result.masked)
         expected = {(source, uid): n - masked[uid] for (source, uid), n in (expected_acc_counts or {}).items()}
         numbers = only_numbers(reward_extra_infos_dict)
         return super()._val_metrics_update(
@@ -276,7 +326,7 @@ class RewardLoopTrainer(RecordingTrainer):
         # In verl's column `uid` are the keys of trajectories.
         known, keys = {**self._rewards.trajectories, **self._validated}, reward_extra_infos_dict["uid"]
         rows = [row for row, key in enumerate(keys) if key in known]
-        scores = [None if key in known and known[key].is_masked else s for key, s in zip(keys, scores, strict=True)]
+        scores = [None if key in known and known[key].result.masked else s for key, s in zip(keys, scores, strict=True)]
         inputs, outputs, gts, scores = ([column[row] for row in rows] for column in (inputs, outputs, gts, scores))
         # verl's writer fails for values that JSON lacks, and the run with it.
         infos = {name: [_readable(values[row]) for row in rows] for name, values in reward_extra_infos_dict.items()}
@@ -285,21 +335,16 @@ class RewardLoopTrainer(RecordingTrainer):
     @override
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        # In verl's own values of these metrics, masked samples count as 0.
-        metrics.update(self._trained_rewards())
+        if self._records is not None:
+            try:
+                self._records.write_advantages(self.global_steps, advantages(self._rewards))
+            except Exception:  # observability must not stop a run
+                logger.exception("the advantages of step %d are not recorded", self.global_steps)
         metrics.update(self._health.metrics(self.global_steps, self._rewards))
         # After this, verl writes the step's rollouts to a file, and deletes them from TransferQueue.
         # Not earlier: verl's metrics read fields, such as advantages, that these rows may lack.
         batch.keys.extend(self._left_out)
         batch.tags.extend(self._left_out.values())
-
-    def _trained_rewards(self) -> dict[str, float]:
-        """Return verl's metrics of scores and rewards, over the samples that have an advantage."""
-        keys = final_outputs(self._rewards.trained)
-        scores = rewards = [self._rewards.trajectories[key].reward for key in keys]
-        if self.config.algorithm.use_kl_in_reward:
-            rewards = [float(row.sum()) for (row,) in read_rows(keys, "train", "token_level_rewards")]
-        return spread("critic/score", scores) | spread("critic/rewards", rewards)
 
     @contextmanager
     def _checking_job(self) -> Iterator[None]:
@@ -361,7 +406,7 @@ class RewardLoopTrainer(RecordingTrainer):
         rewards = read_rewards(batch)
         # Masked rows too: the metrics of the step count outcomes of all samples.
         self._rewards.trajectories.update(rewards)
-        masked = {key for key, reward in rewards.items() if reward.is_masked}
+        masked = {key for key, reward in rewards.items() if reward.result.masked}
         if self.config.algorithm.adv_estimator in GROUP_ESTIMATORS:
             masked |= without_baseline(rewards, masked)
         rows = range(len(batch.keys))
@@ -425,19 +470,11 @@ class RewardLoopTrainer(RecordingTrainer):
 
         verl reads only fields that all rows have, so rows without an advantage need the fields too.
         """
-        fields = ["advantages", "returns", *MASKS]
-        # verl's `_compute_advantage` writes these fields to the other rows, under the same conditions.
-        if self.config.algorithm.use_kl_in_reward:
-            fields.append("token_level_rewards")
-        correction = self.config.algorithm.get("rollout_correction")
-        if (
-            correction is not None
-            and correction.get("rollout_is") is not None
-            and not correction.get("bypass_mode")
-            and self.config.actor_rollout_ref.rollout.calculate_log_probs
-        ):
-            fields.append("rollout_is_weights")
-        zero(keys, *fields)
+        if keys:
+            # The trained rows have the last two only with some options of verl.
+            fields = {"advantages", "returns", *MASKS, "token_level_rewards", "rollout_is_weights"}
+            written = field_names(next(iter(self._rewards.trained)), {}, "train")
+            zero(keys, *fields.intersection(written))
 
 
 def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
@@ -453,6 +490,4 @@ def with_reward_loop(trainer: type[PPOTrainer]) -> type[RewardLoopTrainer]:
 
 def _readable(value: Any) -> Any:
     """Return a value as it is read from records."""
-    if isinstance(value, float) and math.isfinite(value):
-        return value
     return cleaned({"value": value}).get("value")  # `None` for a value that raises when it is read

@@ -1,4 +1,4 @@
-"""The metrics of the rewards of a training step and of a validation, and the seconds of a step by part.
+"""The metrics of the rewards of a training step and of a validation, the seconds of a step by part, the live numbers.
 
 verl merges the metrics of a step's parts by words such as "sum", "min" and "max" anywhere in a name, and averages
 counts. So the metrics here are computed once per step, from all its samples.
@@ -6,6 +6,7 @@ counts. So the metrics here are computed once per step, from all its samples.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -14,45 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from reward_loop.records import Interval, hidden_share, seconds_of
-from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, Reward, RewardResult, finite_number
+from reward_loop.config import RewardLoopConfig
+from reward_loop.health import HealthWatch, StepNumbers
+from reward_loop.records import HealthRecords, Interval, hidden_share, seconds_of
+from reward_loop.types import MEASURED, Outcome, finite_number, returned_numbers
+from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import final_outputs, session_of, uid_of
+from reward_loop.verl.tq_rows import TrajectoryReward, read_rows
 
-Info = Mapping[str, Any]
-"""The ``reward_extra_info`` of a trajectory."""
+logger = logging.getLogger(__name__)
 
 _MEASURED = frozenset(f"reward_{name}" for name in MEASURED) - {"reward_outage_s"}
 """Keys of the values that the reward loop measures for every sample."""
 
+SAMPLED_RESPONSES = 256
+"""The largest number of responses of a step that are examined for repetition."""
 
-@dataclass(slots=True)
-class TrajectoryReward:
-    """The reward of a trajectory, of one output of a session, as TransferQueue has it."""
-
-    info: Info
-    reward: float
-    """The sum of the rewards of its tokens; 0 if that is not a finite number."""
-    tokens: int = 0
-    """The number of tokens of the response."""
-    session: str | None = None
-    """The session, for messages."""
-    result: RewardResult = field(init=False)
-    """The result of scoring. A sample without an outcome got its score from the agent loop."""
-
-    def __post_init__(self) -> None:
-        self.result = RewardResult.of(Reward(reward_score=self.reward, reward_extra_info={**self.info}), self.session)
-        if not math.isfinite(self.reward):  # of an agent loop manager that writes its rows itself
-            self.reward = 0.0
-
-    @property
-    def outcome(self) -> Outcome:
-        """The outcome of scoring."""
-        return self.result.outcome
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether the sample is excluded from training."""
-        return self.result.masked
+SAMPLED_TOKENS = 2048
+"""The largest number of tokens of a response that are examined: its last ones."""
 
 
 @dataclass
@@ -80,18 +60,15 @@ class StepRewards:
         """
         samples = self.samples().values()
         outages = [sample.result.outage_s for sample in samples]
-        outcomes = Counter(sample.outcome for sample in samples)
+        outcomes = Counter(sample.result.outcome for sample in samples)
         measured: dict[str, list[float]] = defaultdict(list)
         returned: dict[str, list[float]] = defaultdict(list)
         for sample in samples:
-            for name, value in sample.info.items():
-                if name in _MEASURED:
-                    measured[name.removeprefix("reward_")].append(value)
-                elif sample.is_masked or name in RESERVED_KEYS:
-                    continue
-                elif (number := finite_number(value)) is not None:
-                    returned[name].append(number)
-        raw = [sample.info.get("raw_score", sample.reward) for sample in samples if sample.outcome is Outcome.SCORED]
+            for name in _MEASURED & sample.info.keys():
+                measured[name.removeprefix("reward_")].append(sample.info[name])
+            for name, number in {} if sample.result.masked else returned_numbers(sample.info).items():
+                returned[name].append(number)
+        raw = [sample.info.get("raw_score", sample.reward) for sample in samples if sample.result.score is not None]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
         if raw:
@@ -102,13 +79,6 @@ class StepRewards:
         metrics["reward_loop/outage/samples"] = float(sum(seconds > 0 for seconds in outages))
         metrics["reward_loop/outage/seconds"] = float(max(outages, default=0.0))
         return metrics | self.seconds
-
-
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the mean, maximum and minimum of some values, under verl's names."""
-    if not values:
-        return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def only_numbers(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -161,3 +131,78 @@ def overlap_metrics(step: float, *, generation: float, waiting: float, judged: S
         "reward_pipeline/waiting_share": waiting / step if step else 0.0,
         **({} if hidden is None else {"reward_pipeline/hidden_share": hidden}),
     }
+
+
+def advantages(rewards: StepRewards) -> dict[str, float | None]:
+    """Return the advantage of each sample in the batch of a step by uid; ``None`` if it is not trained on.
+
+    The advantage is the mean over the tokens that are trained on.
+    """
+    keys = final_outputs(rewards.trained)
+    columns = read_rows(keys, "train", "advantages", "response_mask")
+    found: dict[str, float | None] = {session_of(key)[0]: None for key in final_outputs(rewards.trajectories)}
+    for key, (values, mask) in zip(keys, columns, strict=True):
+        trained = values[mask.bool()]
+        found[session_of(key)[0]] = float(trained.mean()) if len(trained) else None
+    return found
+
+
+class StepHealth:
+    """Computes the live numbers of each training step. Without records, those of judges have no values.
+
+    The reward workers count the requests to judges.
+
+    Args:
+        options: the options of the run.
+        job: what is true of the whole job.
+    """
+
+    def __init__(self, options: RewardLoopConfig, job: RunningJob) -> None:
+        self._options = options
+        self._job = job
+        self._watch = HealthWatch(options.health)
+        self._records = HealthRecords(options.log_dir) if options.log_dir else None
+
+    def metrics(self, step: int, rewards: StepRewards) -> dict[str, float]:
+        """Return the numbers of a step, and log and record the warnings that begin with it.
+
+        An error is logged, and does not stop the run.
+        """
+        if not self._options.health.enabled or not rewards.trajectories:
+            return {}
+        try:
+            values, warnings = self._watch.check(self._numbers(step, rewards))
+        except Exception:  # observability must not stop a run
+            logger.exception("the numbers of reward_loop.health failed in step %d", step)
+            return {}
+        where = f" Records: {self._options.log_dir}." if self._options.log_dir else ""
+        for warning in warnings:
+            logger.warning("reward_loop.health.%s: %s%s", warning["monitor"], warning["message"], where)
+        if self._records is not None:
+            self._records.write_values(step, values)
+            self._records.write_warnings(warnings)
+        metrics = {f"reward_loop/health/{name}": value for name, value in values.items()}
+        return metrics | {"reward_loop/health/warnings": float(self._watch.active)}
+
+    def flush(self) -> None:
+        """Wait until all values and warnings are in the records, at most ten seconds."""
+        if self._records is not None:
+            self._records.flush()
+
+    def _numbers(self, step: int, rewards: StepRewards) -> StepNumbers:
+        by_key = rewards.samples()
+        keys, samples = list(by_key), list(by_key.values())
+        _, groups = np.unique([uid_of(key) for key in keys], return_inverse=True)
+        sampled = keys[:: math.ceil(len(keys) / SAMPLED_RESPONSES)]
+        counts = self._job.exchange_counts()
+        return StepNumbers(
+            step=step,
+            rewards=np.array([np.nan if sample.result.masked else sample.reward for sample in samples]),
+            groups=groups,
+            lengths=np.array([sample.tokens for sample in samples]),
+            unscored=sum(sample.result.outcome == Outcome.UNSCORED for sample in samples),
+            responses=[row.numpy()[-SAMPLED_TOKENS:] for (row,) in read_rows(sampled, "train", "responses")],
+            calls=counts["calls"],
+            without_verdict=counts["without_verdict"],
+            seconds=np.array(counts["seconds"], dtype=float),
+        )

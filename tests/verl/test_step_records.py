@@ -14,9 +14,10 @@ from verl.utils.profiler import marked_timer, simple_timer
 from reward_loop.records import records
 from reward_loop.records.trainer_events import read_events
 from reward_loop.verl import tq_rows
-from reward_loop.verl.trainer import recording_trainer
-from reward_loop.verl.trainer.recording_trainer import RecordedSeconds, advantages
-from reward_loop.verl.trainer.reward_metrics import StepRewards, TrajectoryReward
+from reward_loop.verl.tq_rows import TrajectoryReward
+from reward_loop.verl.trainer import reward_loop_trainer
+from reward_loop.verl.trainer.reward_loop_trainer import RecordedSeconds
+from reward_loop.verl.trainer.reward_metrics import StepRewards, advantages
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import constructed, set_up
@@ -88,7 +89,7 @@ def test_advantages_that_cannot_be_read_do_not_stop_the_run(
     def compute(self: Any, batch: Any, metrics: dict, *_: Any) -> None:
         metrics["perf/throughput"] = 1.0
 
-    monkeypatch.setattr(recording_trainer, "advantages", fail)
+    monkeypatch.setattr(reward_loop_trainer, "advantages", fail)
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
     metrics: dict[str, float] = {}
     batch = SimpleNamespace(partition_id="train", keys=[], tags=[])
