@@ -64,6 +64,7 @@ NEIGHBOURS = {
 
 INSIDE: dict[str, set[str]] = {
     "agent.environment": {"CurrentScorer"},
+    "agent.filter_forecast": {"FilterForecast"},
     "managers.base": {"decide", "open_records"},
     "managers.failures": {"Failures", "on_one_line"},
     "managers.groups": {"CALLER", "Caller"},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from reward_loop.agent.agent import RewardAgent
-from reward_loop.agent.blocking import BlockingPendingRewards, BlockingRewardAgent
+from reward_loop.agent.agent import BlockingPendingRewards, BlockingRewardAgent, RewardAgent
 from reward_loop.agent.pending import Group, MiniBatch, PendingRewards
 from reward_loop.agent.queue import Places, QueueCounts, RewardQueue, queue_metrics
 

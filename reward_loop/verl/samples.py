@@ -113,21 +113,18 @@ class VerlSamples:
         if manager.tokenizer is not None:
             self._decoder = ResponseDecoder(manager.tokenizer, skip_special_tokens=manager.options.skip_special_tokens)
         # Read once: OmegaConf needs more time for it than a whole sample takes otherwise.
-        config = manager.config
-        self.group_size: int | None = verl_options(config, "actor_rollout_ref.rollout.n")
+        self.option = option = functools.partial(verl_options, manager.config)
+        """Returns the value at a dotted path of verl's configuration, or ``None`` if there is none."""
+        self.group_size: int | None = option("actor_rollout_ref.rollout.n")
         """The number of rollouts of a prompt."""
-        self._mode = verl_options(config, TRAINER_MODE)
-        self._longest_response = verl_options(config, "actor_rollout_ref.rollout.response_length")
-        self._total_steps = verl_options(config, "trainer.total_training_steps")
-        filters = verl_options(config, "algorithm.filter_groups") or {}
+        self._mode = option(TRAINER_MODE)
+        self._longest_response = option("actor_rollout_ref.rollout.response_length")
+        self._total_steps = option("trainer.total_training_steps")
+        filters = option("algorithm.filter_groups") or {}
         metric = filters.get("metric") if filters.get("enable") else None
         # Not `reward` in the extra info: verl's validation appends it to its own column of that name, and then fails.
         self._filter_metric = None if metric == "reward" else metric
         """The key of the extra info by which verl filters groups; ``None`` also if it filters by the reward itself."""
-
-    def option(self, path: str) -> Any:
-        """Return the value at a dotted path of verl's configuration, or ``None`` if there is none."""
-        return verl_options(self._manager.config, path)
 
     def check(self) -> None:
         """Check that the manager needs nothing that verl's own reward loop does not do, if that is what runs.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -127,32 +126,6 @@ def test_validation_means_are_over_the_scored_samples(mixed_run: Run) -> None:
         scores = [(n % 100) / 100 for n in numbers]
         assert mixed_run.steps[step]["val-core/sums/reward/mean@1"] == pytest.approx(statistics.mean(scores))
         assert mixed_run.steps[step]["val-aux/reward_outcome/scored"] == len(scores)
-
-
-def test_every_sample_has_a_record(mixed_run: Run) -> None:
-    folder = mixed_run.directory / "checkpoints" / "rewards"  # the default
-    files = list(folder.glob("*.jsonl"))
-    assert len(files) == 3, "one for each reward worker, and one of the trainer with the advantages"
-    rows = pd.concat([pd.read_json(file, lines=True) for file in files])
-    written = rows[rows.kind == "sample"]
-    assert written.uid.is_unique
-    assert written.outcome.value_counts().to_dict() == Counter(call["outcome"] for call in mixed_run.calls)
-    scores = [components["raw_score"] for components in written.components[written.score.notna()]]
-    assert sorted(scores) == pytest.approx(
-        sorted(call["score"] for call in mixed_run.calls if call["outcome"] == "scored")
-    )
-    assert (written.work_s >= 0).all()
-    # Not converted: a response may be a number.
-    files = list((folder / "texts").glob("*.jsonl"))
-    texts = pd.concat([pd.read_json(file, lines=True, dtype=False, convert_dates=False) for file in files])
-    records = written.merge(texts, on=["id", "uid", "version"]).set_index("uid")
-    assert len(records) == len(written)
-    for step in (1, 2, 3):
-        for rollout in mixed_run.rollouts(step):
-            record = records.loc[rollout["uid"].rsplit("_", 1)[0]]
-            assert (record.step, record.response, record.ground_truth) == (step, rollout["output"], rollout["gts"])
-            assert record.prompt[0]["content"] in rollout["input"]
-            assert record.group == rollout["uid"].split("_")[0]
 
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(mixed_run: Run) -> None:

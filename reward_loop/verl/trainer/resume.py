@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,8 +35,8 @@ USAGE = "reward_loop_usage.json"
 def save_usage(folder: str, job: RunningJob) -> None:
     """Write into a folder what the run has used of its budget."""
     cost, tokens = job.usage()
-    os.makedirs(folder, exist_ok=True)
     path = Path(folder, USAGE)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # In one step: the process may be killed while it writes.
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"cost": cost, "tokens": tokens}))

@@ -18,7 +18,7 @@ import numpy as np
 from reward_loop.config import RewardLoopConfig
 from reward_loop.health import HealthWatch, StepNumbers
 from reward_loop.records import HealthRecords, Interval, hidden_share, seconds_of
-from reward_loop.types import MEASURED, Outcome, finite_number, returned_numbers
+from reward_loop.types import MEASURED, RESERVED_KEYS, Outcome, finite_number
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.samples import final_outputs, session_of, uid_of
 from reward_loop.verl.tq_rows import TrajectoryReward, read_rows
@@ -66,8 +66,9 @@ class StepRewards:
         for sample in samples:
             for name in _MEASURED & sample.info.keys():
                 measured[name.removeprefix("reward_")].append(sample.info[name])
-            for name, number in {} if sample.result.masked else returned_numbers(sample.info).items():
-                returned[name].append(number)
+            for name in () if sample.result.masked else sample.info.keys() - RESERVED_KEYS:
+                if (number := finite_number(sample.info[name])) is not None:
+                    returned[name].append(number)
         raw = [sample.info.get("raw_score", sample.reward) for sample in samples if sample.result.score is not None]
         metrics = {f"reward_loop/{name}/mean": float(np.mean(values)) for name, values in returned.items()}
         metrics |= {f"reward_loop/{outcome}": float(outcomes[outcome]) for outcome in Outcome}
