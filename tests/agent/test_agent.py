@@ -333,7 +333,7 @@ async def test_scored_samples_that_wait_for_their_group_are_not_in_flight():
         assert scores(await within(agent.submit(texts("1", "2", "3", "4"), group_size=4))) == [-1.5, -0.5, 0.5, 1.5]
 
 
-@pytest.mark.parametrize(("bad", "message"), [("99", "2 scores and returned 1"), ("98", "not finite")])
+@pytest.mark.parametrize(("bad", "message"), [("99", "must return a list of 2 scores"), ("98", "not finite")])
 async def test_a_wrong_answer_of_post_processing_fails_the_scored_members(bad, message):
     async with RewardAgent(naive(Judge())) as agent:
         rewards = await within(agent.submit(texts("1", "none", bad, "4", "6"), groups=[3, 2]))
