@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.testing
 from hypothesis import HealthCheck, settings
 
 from examples.tiny_models import build_tiny_model
@@ -31,9 +29,6 @@ os.environ |= {
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_niceness": "5",
 }
-
-# Each call of a command in this process would build all commands again, which takes most of its time.
-typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

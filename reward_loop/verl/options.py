@@ -51,7 +51,8 @@ class SamplerOptions(Config):
 
     stall_timeout_s: float | None = Field(default=3600.0, gt=0)
     """The run stops when training or validation waits for this many seconds without progress: no prompt has started or
-    ended, and no reward was requested or has arrived; `null` for no limit."""
+    ended, and no reward was requested or has arrived; or for the policy's weights to reach the rollout servers. `null`
+    for no limit."""
 
 
 class PipelineOptions(Config):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
+from reward_loop.verl.run import task_runner
 from reward_loop.verl.tq_rows import token_rewards, turns_of
 from tests.verl import trainers
 from tests.verl.configs import resolved
@@ -222,3 +225,30 @@ def test_a_dead_process_is_named_unless_a_reward_worker_has_an_error_that_stops_
     raised.append(ValueError("the update failed"))
     with pytest.raises(ValueError, match="the update failed"):
         made.step({}, {})
+
+
+@pytest.mark.parametrize("mode", ["sync", "reward_pipeline"])
+def test_weights_that_never_arrive_end_the_run(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    settings = resolved(f"trainer.v1.trainer_mode={mode}", "trainer.v1.sampler.stall_timeout_s=0.1")
+    made = set_up(monkeypatch, constructed(settings, task_runner._trainer_class(settings.config, settings.mode)))
+    ended = threading.Event()
+    made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: ended.wait(30))
+    for hook in (made.on_init_end, made.on_step_end):
+        with pytest.raises(RewardLoopError, match=r"step 1: the policy's weights have not reached .* after 0\.1 s"):
+            hook()
+    ended.set()
+
+
+def test_an_error_of_the_weights_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int) -> None:
+        raise TimeoutError("no route to the server")
+
+    made = set_up(monkeypatch, constructed())
+    sent: list[int] = []
+    made.checkpoint_manager = SimpleNamespace(update_weights=sent.append)
+    made.on_step_end()
+    assert sent == [1]
+    assert made.timing_raw["update_weights"] >= 0
+    made.checkpoint_manager = SimpleNamespace(update_weights=fail)
+    with pytest.raises(TimeoutError, match="no route"):
+        made.on_step_end()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,35 @@ class RecordedSeconds(dict[str, float]):
             self._ended(name, added)
 
 
+def within(seconds: float | None, call: Callable[[], None], message: str) -> None:
+    """Call a function that waits inside verl, where no wait has a deadline: in a daemon thread, which may hang.
+
+    Args:
+        seconds: the deadline; ``None`` for none.
+        call: the function.
+        message: of the error.
+
+    Raises:
+        RewardLoopError: the time is over.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            ended.set_result(None)
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    try:
+        ended.result(seconds)
+    except TimeoutError:
+        if ended.done():  # an error of the function
+            raise
+        raise RewardLoopError(message) from None
+
+
 class RewardLoopTrainer(PPOTrainer):
     """Overrides of verl's trainer. Mixed in before the class of a trainer mode by :func:`with_reward_loop`.
 
@@ -119,6 +150,24 @@ class RewardLoopTrainer(PPOTrainer):
         self.replay_buffer.checks.append(self._job.check)
         if self._colocated is None:  # its scores come after sampling
             self.replay_buffer.usable = self._usable
+
+    @override
+    def on_init_end(self) -> None:
+        self._wait_for_weights(super().on_init_end)
+
+    @override
+    def on_step_end(self) -> None:
+        self._wait_for_weights(super().on_step_end)
+
+    def _wait_for_weights(self, send: Callable[[], None]) -> None:
+        seconds = self._settings.mode.sampler.stall_timeout_s
+        within(
+            seconds,
+            send,
+            f"step {self.global_steps}: the policy's weights have not reached the rollout servers after {seconds} s "
+            "(trainer.v1.sampler.stall_timeout_s): a rank of the trainer or a rollout server does not answer; see the "
+            "end of their logs, and what they do by `py-spy dump --pid PID`",
+        )
 
     @override
     def _build_replay_buffer(self) -> Any:
