@@ -129,7 +129,9 @@ class UserFunction:
         return self._target.make()
 
     def __repr__(self) -> str:
-        where = "in processes" if self.in_processes else "async" if self.is_async else "sync"
+        where = "async" if self.is_async else "sync"
+        if self._processes is not None:
+            where = f"max_processes={self._processes.max_processes}"
         return f"{type(self).__name__}({self.name}, {where}, timeout={self.timeout})"
 
     def close(self) -> None:
