@@ -355,6 +355,9 @@ def row_name(row: Mapping[str, Any]) -> str | None:
     return "_".join([str(part) for part in name if part is not None]) or None
 
 
+_SHORT_RESPONSE = 1024
+"""Tokens up to which a fast tokenizer decodes on the event loop: about 0.1 ms, less than the handover to a thread."""
+
 _THREADS = 2
 """Decoding holds the GIL for much of its time, so more threads do not help."""
 
@@ -373,6 +376,7 @@ class ResponseDecoder:
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._bytes = _bytes_of_tokens(tokenizer, skip_special_tokens)
+        self._is_fast = getattr(tokenizer, "is_fast", False)
         self._threads = DaemonThreads(_THREADS)
 
     async def decode(self, ids: Any) -> str:
@@ -384,6 +388,9 @@ class ResponseDecoder:
         """
         if self._bytes is not None:
             return _join(self._bytes, ids)
+        if self._is_fast and len(ids) <= _SHORT_RESPONSE:
+            text: str = self._decode(ids)
+            return text
         return await self._threads.run(functools.partial(self._decode, ids))
 
 
