@@ -188,6 +188,6 @@ def _tokens(counts: Mapping[str, Any], *names: str) -> int:
     """Return the first count that is a number above 0, also as a text; 0 if there is none."""
     for name in names:
         with suppress(TypeError, ValueError, OverflowError):
-            if (number := int(float(counts.get(name) or 0))) > 0:
-                return number
+            if 0 < (number := float(counts.get(name) or 0)) < 2**53:
+                return int(number)
     return 0

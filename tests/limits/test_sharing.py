@@ -79,6 +79,7 @@ async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(
         {"input_tokens": 3, "output_tokens": 4, "total_tokens": "?"},
         {"prompt_tokens": 3, "completion_tokens": 0, "completion_tokens_details": {"reasoning_tokens": 4}},
         {"prompt_tokens": 3, "reasoning_tokens": 4},
+        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 1e300},
     ],
 )
 async def test_tokens_count_where_the_answer_cannot_be_read(usage, monkeypatch):
