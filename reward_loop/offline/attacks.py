@@ -148,17 +148,10 @@ def type_of(reference: Any, references: Sequence[str] = ()) -> str:
     if re.fullmatch(_LETTER, text):
         letters = sum(bool(re.fullmatch(_LETTER, one)) for one in references)
         return "choice" if letters >= 0.9 * len(references) else "word"
-    if text[:1] in ("{", "[") and _is_json(text):
-        return "json"
+    with contextlib.suppress(ValueError):
+        if isinstance(json.loads(text), dict | list):
+            return "json"
     return "number" if number(text) is not None else "expression" if re.search(_EXPRESSION, text) else "word"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def rows_of(rows: Sequence[tuple[Any, str, str]]) -> list[AttackedRow]:
