@@ -21,7 +21,7 @@ help:  ## show this list
 	@echo 'make test ARGS="-m fast" runs only the fast tests; ARGS="-n 0" uses one process.'
 	@echo 'make test VERL=0.9.2 runs the tests of the verl integration with that release of verl.'
 
-demo: setup  ## train a small policy with verl on rewards from a served reward model (five to eight minutes)
+demo: setup  ## train a small policy with verl on rewards from a served reward model (five to ten minutes)
 	@$(BIN)/python -m examples.arithmetic.demo $(if $(QUICK),--quick) $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 # SGLang and the site have environments of their own. Without them, their tests are skipped.
