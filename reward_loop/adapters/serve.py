@@ -288,7 +288,7 @@ async def _refused(_: Request, error: Any) -> Response:
 
 
 async def _gone(_: Request, error: Exception) -> Response:
-    return _reply(None, 499)  # there is nobody to receive it
+    return _reply(None, 499)  # the client has disconnected
 
 
 async def _json(request: Request) -> Any:

@@ -74,7 +74,7 @@ class RewardAgent:
         self._name = secrets.token_hex(4)
         """Part of the names of groups: several runs may record samples in one folder."""
         self._unsettled: set[PendingRewards] = set()
-        """Batches that have not ended, and those whose error nobody has received."""
+        """Batches that have not ended, and those whose error was not read yet."""
         self._unstarted: deque[tuple[PendingRewards, int]] = deque()
         """The samples that wait to be started."""
         self._numbers = itertools.count()

@@ -418,7 +418,7 @@ def audit(
         check_fields(recorded.rows, about, fields)
         pairs = [(row, sample) for row in recorded.rows if (sample := fields.to_sample(row)).error is None]
         if not pairs:
-            raise ConfigError(f"{about}: there is no answer to audit")
+            raise ConfigError(f"{about}: no answer can be audited")
         labels = [finite_number(look_up(row.columns, label)) for row, _ in pairs] if label is not None else []
         if label is not None and not any(one is not None for one in labels):
             raise ConfigError(f"--label {label}: no row has a number there. Fields: {listing(pairs[0][0].columns)}")

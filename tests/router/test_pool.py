@@ -44,7 +44,7 @@ async def test_an_unhealthy_backend_gets_no_requests_until_its_probe_succeeds() 
         assert "connection reset" in pool.describe()
         health.well[first.url].set()
         health.well[second.url].clear()
-        pool.mark_dead(second, "to have nobody else")
+        pool.mark_dead(second, "its process died")
         assert await pool.acquire() is first
 
 
