@@ -351,7 +351,13 @@ class HttpServer:
                 return
             opening = self.loop.create_task(self.loop.connect_accepted_socket(lambda: _Connection(self), accepted))
             self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+            opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: asyncio.Task[object]) -> None:
+        # Until now, the connection was counted twice, so accepting may have paused with fewer open than permitted.
+        self._opening.discard(opening)
+        self._count()
+        self._accept_again()
 
 
 class _Connection(asyncio.Protocol):

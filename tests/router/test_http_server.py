@@ -13,6 +13,7 @@ from reward_loop.router import http_server as http_server_module
 from reward_loop.router.http_server import ClientRequest, HttpServer
 from reward_loop.router.messages import Refusal
 from tests.router.transport import Transport
+from tests.support.clock import hastened
 from tests.support.servers import http_server, until
 
 WHOLE = b"POST /a%20b?q=1 HTTP/1.1\r\nHost: h\r\nX-Own: 1\r\nContent-Length: 2\r\n\r\nok"
@@ -259,7 +260,7 @@ async def test_a_connection_is_closed_when_it_has_been_idle_and_not_before() -> 
             writer.write(WHOLE)
             handler.answer(body)
             await reader.readuntil(body)
-        assert await reader.read() == b""
+        assert await hastened(reader.read()) == b""
 
 
 async def test_a_connection_whose_body_is_refused_is_closed_after_the_keep_alive_timeout() -> None:
@@ -268,7 +269,7 @@ async def test_a_connection_whose_body_is_refused_is_closed_after_the_keep_alive
         writer.write(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         # The client does not close its side; the server ends the connection, and writing to it fails.
-        assert await ends(writer)
+        assert await hastened(ends(writer))
 
 
 async def ends(writer: asyncio.StreamWriter) -> bool:
@@ -377,6 +378,32 @@ async def test_stop_cancels_the_requests_in_flight() -> None:
                 assert await reader.read() == b""
             writer.close()
     assert len(handler.cancelled) == 1
+
+
+async def test_clients_are_accepted_once_others_have_been_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, opened = Handler(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    connect = loop.connect_accepted_socket
+
+    async def connect_slowly(*arguments: Any) -> object:
+        connection = await connect(*arguments)
+        await opened.wait()
+        return connection
+
+    monkeypatch.setattr(loop, "connect_accepted_socket", connect_slowly)
+    server = HttpServer(handler, max_connections=4)
+    with listen("127.0.0.1", 0) as listener:
+        server.start(listener)
+        async with asyncio.timeout(30):
+            clients = [await asyncio.open_connection(*listener.getsockname()) for _ in range(3)]
+            clients[0][1].write(WHOLE)
+            await until(lambda: len(handler.bodies) == 1)
+            opened.set()
+            clients[2][1].write(WHOLE)
+            await until(lambda: len(handler.bodies) == 2)
+            await server.stop()
+    for _, writer in clients:
+        writer.close()
 
 
 @pytest.mark.parametrize(
