@@ -32,7 +32,7 @@ TEST_ENVIRONMENTS := $(if $(findstring fast,$(ARGS)),,$(if $(VERL),.venv/verl-$(
 test: setup  ## run all checks and tests
 	@$(MAKE) --no-print-directory -j2 lint $(TEST_ENVIRONMENTS)
 	@$(if $(VERL),PYTHONPATH=$(CURDIR)/.venv/verl-$(VERL)) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
-		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl) $(ARGS)
+		--no-loadscope-reorder --max-worker-restart 0 $(if $(VERL),tests/verl tests/examples/test_scripts.py) $(ARGS)
 
 test-sglang: setup
 	@$(BIN)/python tools/bootstrap_sglang.py || echo 'The tests of SGLang are skipped.'

@@ -86,10 +86,9 @@ class Node:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        self._start(*_UNSHARE, "--net")
+        self._start()
         # The network exists while this file is open, so it outlives the processes of the node.
-        network = self._open.enter_context(Path(f"/proc/{self._pid}/ns/net").open())
-        self._network = f"--net=/proc/{os.getpid()}/fd/{network.fileno()}"
+        self._open.enter_context(Path(f"/proc/{self._pid}/ns/net").open())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,11 +103,11 @@ class Node:
             node._ip("addr", "add", f"{node.address}/24", "dev", INTERFACE)
             node._ip("link", "set", INTERFACE, "up")
 
-    def command(self, *command: str, directory: Path = ROOT) -> list[str]:
-        """Return the command line that runs ``command`` on this node, in ``directory``."""
+    def command(self, *command: str) -> list[str]:
+        """Return the command line that runs ``command`` on this node, in the repository's folder."""
         namespaces = ("--net", "--mount", "--uts", "--pid")
         variables = (f"{name}={value}" for name, value in self._environment.items())
-        return ["nsenter", f"--target={self._pid}", *namespaces, f"--wdns={directory}", "env", *variables, *command]
+        return ["nsenter", f"--target={self._pid}", *namespaces, f"--wdns={ROOT}", "env", *variables, *command]
 
     def run(self, *command: str) -> str:
         """Run a command on this node, wait for its end, and return its output.
@@ -152,18 +151,12 @@ class Node:
         self._stop()
         self.lost = True
 
-    def restart(self) -> None:
-        """Start the node again after `lose`, without the processes that it had."""
-        self._start("nsenter", self._network, *_UNSHARE)
-        self._ip("link", "set", INTERFACE, "up")
-        self.lost = False
-
-    def _start(self, *unshare: str) -> None:
+    def _start(self) -> None:
         Path("/tmp/ray").mkdir(exist_ok=True)
         folder = self._directory / self._name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [*unshare, "bash", "-c", _FIRST_PROCESS, self._name, str(folder), self._name]
+        command = [*_UNSHARE, "--net", "bash", "-c", _FIRST_PROCESS, self._name, str(folder), self._name]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
@@ -222,13 +215,6 @@ class RayNodes:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-    def restore(self) -> None:
-        """Start the second node again, if it is lost."""
-        if self.second.lost:
-            self.second.restart()
-            self._start_service(self.second)
-            _start_ray(self.second, f"--address={self.ray_address}")
 
     def _start_service(self, node: Node) -> None:
         if self._service is not None:

@@ -11,7 +11,6 @@ from reward_loop.errors import FunctionLoadError as FunctionLoadError
 from reward_loop.errors import IncompleteGroupError as IncompleteGroupError
 from reward_loop.errors import InvalidScoreError as InvalidScoreError
 from reward_loop.errors import LimitError as LimitError
-from reward_loop.errors import QueueClosedError as QueueClosedError
 from reward_loop.errors import RequestError as RequestError
 from reward_loop.errors import RewardCrashedError as RewardCrashedError
 from reward_loop.errors import RewardFunctionError as RewardFunctionError

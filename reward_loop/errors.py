@@ -15,7 +15,6 @@
     ├── TransientError              raised by reward functions: the call failed, and a retry may succeed
     ├── TooManyFailuresError        the share of failed samples exceeded its bound
     ├── RewardsCancelledError       a batch of rewards was cancelled before it was complete
-    ├── QueueClosedError            the reward queue is closed
     └── ServerError                 a model server or the router failed
         ├── RequestError            a request got no response, or no usable one
         ├── ServerStartError        the server did not become ready
@@ -172,10 +171,6 @@ class TooManyFailuresError(RewardLoopError):
 
 class RewardsCancelledError(RewardLoopError):
     """A batch of rewards was cancelled, or its agent was closed, before the batch was complete."""
-
-
-class QueueClosedError(RewardLoopError):
-    """The reward queue was closed: nothing can be put into it, or it is empty and will stay empty."""
 
 
 class ServerError(RewardLoopError):

@@ -47,11 +47,14 @@ LONGEST = (
     "verl/test_separate_async_run.py",
     "verl/test_workers.py",
     "integration/test_demo.py",
-    "verl/test_updates.py",
+    "test_docs.py",
     "test_pages.py",
+    "serving/test_manager.py",
     "adapters/trl/test_trainers.py",
     "verl/test_colocated.py",
     "examples/test_generative_judge.py",
+    "view/test_page.py",
+    "processes/test_pool.py",
 )
 """The files that take longest, in this order. Processes share the files, and the longest must not start last. One of
 the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed limit, and is then repeated."""
@@ -63,7 +66,7 @@ SLOW_ONLY = {
 """What is selected, and the mark of a file without such a test."""
 
 NEEDS_VERL = re.compile(
-    r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.(verl|managers\.(letters|rows))\b", re.MULTILINE
+    r"^ *(from|import) verl\b|importorskip\([\"']verl|^from tests\.(verl|managers\.letters)\b", re.MULTILINE
 )
 """What a file outside of ``tests/verl`` has if some of its tests need verl. All of its tests have the mark ``verl``."""
 

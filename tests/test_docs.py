@@ -90,6 +90,12 @@ def test_commands_have_valid_options(page: str, command: list[str]) -> None:
     typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_each_part_between_marks_ends_with_its_own_mark(page: str) -> None:
+    begun, ended = (re.findall(rf"<!-- {word} (.+?) -->", PAGES[page]) for word in ("begin", "end"))
+    assert begun == ended
+
+
 def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
     pages = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(f"docs/{page}" for page in pages) == sorted({*PAGES, *CHINESE} - {"README.md", "README.zh.md"})

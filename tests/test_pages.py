@@ -51,9 +51,6 @@ TIMEOUT_S = 250
 
 PAGE_TIMEOUT_S = 600
 
-IMPORTS_TORCH = re.compile(r"^from (verl|trl|reward_loop\.adapters\.trl)\b", re.MULTILINE)
-"""Code that would import for seconds. It runs in a process of the fork server, as ``python -m`` in commands does."""
-
 DURATION = r"\d[\d.]*(?= m?s\b)"
 """The numbers that differ between runs of a command."""
 
@@ -105,15 +102,21 @@ class Reader:
         self._exports: list[str] = []
         programs = folder.parent / "programs"
         programs.mkdir()
-        self._forking_python = str(forking_python(programs))
+        # Programs start in processes of the fork server: most would import for longer than they run.
+        self._python = forking_python(programs)
+        command = programs / "reward-loop"
+        command.write_text('#!/bin/bash\nexec python -m reward_loop "$@"\n')
+        command.chmod(0o755)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = {
             **os.environ,
-            "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": path,
             "PYTHONPATH": str(folder),
             "PYTHONUNBUFFERED": "1",
             "XDG_CACHE_HOME": str(folder.parent / "cache"),
             "BROWSER": "true",  # the program that `view --open` starts
         }
+        self._forking = self._environment | {"PATH": os.pathsep.join([str(programs), path])}
 
     def follow(self, page: str) -> None:
         """Save the files of a page, and run its code and commands, in order; end its servers."""
@@ -136,8 +139,7 @@ class Reader:
 
     def _run_python(self, file: str, code: str, environment: Mapping[str, str] | None = None) -> None:
         (self._folder / file).write_text(code)
-        python = self._forking_python if IMPORTS_TORCH.search(code) else sys.executable
-        self._run([python, file], environment or self._environment)
+        self._run([str(self._python), file], environment or self._environment)
 
     def _type(self, command: str, shown: list[str], servers: ExitStack) -> None:
         if reason_not_to_run(command):
@@ -153,7 +155,7 @@ class Reader:
         if server:
             self._start(server[1], typed, shown, servers)
             return
-        printed = self._run(["bash", "-c", typed], self._environment)
+        printed = self._run(["bash", "-c", typed], self._forking)
         if shown:
             assert_shown(command, shown, printed)
         if "reward-loop score " in command:

@@ -15,18 +15,11 @@ from reward_loop.types import RESERVED_KEYS, Outcome, RewardResult, finite_numbe
 @pytest.mark.parametrize(
     ("value", "number"),
     [
-        (2, 2.0),
-        (True, 1.0),
-        (np.float32(0.5), 0.5),
         (np.array(3), 3.0),
-        (Decimal("1.5"), 1.5),
-        ("2", None),
         (b"2", None),
-        (None, None),
         ([1.0], None),
         (np.array([1.0]), None),
         (math.nan, None),
-        (-math.inf, None),
         (Decimal("sNaN"), None),
         (10**400, None),
     ],
@@ -53,12 +46,6 @@ def test_a_result_is_the_same_after_it_was_a_reward(result: RewardResult, policy
     again = RewardResult.of(reward)
     assert (again.to_reward(), again.cause) == (reward, decided.cause)
     assert dataclasses.replace(again, policy=decided.policy) == decided
-
-
-def test_a_score_that_is_not_finite_has_failed() -> None:
-    result = RewardResult.of({"reward_score": math.nan, "reward_extra_info": {}}, "q1")
-    assert (result.outcome, result.score, result.reward, result.masked) == (Outcome.FAILED, None, None, True)
-    assert result.error == "sample q1: the manager returned the score nan, which is not a finite number"
 
 
 @pytest.mark.parametrize(

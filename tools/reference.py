@@ -67,6 +67,7 @@ _OF_VERL = (
     "environment",
     "moved keys",
     "options trainer.v1.reward_pipeline",
+    "options trainer.v1.sampler",
     "options trainer.v1.separate_async.reward_queue",
 )
 """The parts that are made with verl."""

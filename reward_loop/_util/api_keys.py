@@ -9,6 +9,9 @@ import os
 
 from reward_loop.errors import ConfigError
 
+CHALLENGE = {"www-authenticate": "Bearer"}
+"""The header that each answer with status 401 must have (RFC 9110, 11.6.1)."""
+
 
 def api_key_of(variable: str) -> str | None:
     """Return the API key in an environment variable; ``None`` if it is unset or blank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -75,7 +76,14 @@ class LoopPulse:
 
 def line_on_loop(thread: int) -> str | None:
     """Return the innermost line of the user's code on the event loop in this thread; ``None`` if it runs none."""
-    frame = sys._current_frames().get(thread)
+    # Up to Python 3.11.8, a collection within the call can stop the whole process: python/cpython#106883.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
     stack = [] if frame is None else list(traceback.extract_stack(frame))
     # The stack of the callback; empty if there is none.
     found = user_frame(stack[1 + max((i for i, entry in enumerate(stack) if _is_of_the_loop(entry)), default=-1) :])

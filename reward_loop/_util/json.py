@@ -158,6 +158,9 @@ Raises:
     TypeError: it contains a lone surrogate, an integer beyond 64 bits, or a key that is not text.
 """
 
+encode_line = functools.partial(encode_fast, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+"""Encode a value as `encode_fast` does, with a line end."""
+
 MISSING = object()
 """What `look_up` returns for a value that does not exist."""
 

@@ -16,7 +16,7 @@ import functools
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from reward_loop._util.api_keys import has_key
+from reward_loop._util.api_keys import CHALLENGE, has_key
 from reward_loop._util.json import encode
 from reward_loop._util.process import raise_descriptor_limit
 from reward_loop._util.text import did_you_mean, shorten
@@ -182,6 +182,7 @@ class RewardService:
                     401,
                     "the API key is missing or wrong: send it as a bearer token, or in the URL as "
                     "http://key:KEY@host:port/score",
+                    CHALLENGE,
                 )
             return
         # A page in a browser on this machine could spend the budget of a judge.
@@ -278,13 +279,13 @@ class RewardService:
             pending.cancel()
 
 
-def _reply(content: Any, status: int = 200) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None
+def _reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    headers = {"retry-after": "1"} if status in (429, 503) else headers
     return Response(encode(content), status, headers, "application/json")
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    return _reply({"error": error.detail}, error.status_code)
+    return _reply({"error": error.detail}, error.status_code, error.headers)
 
 
 async def _gone(_: Request, error: Exception) -> Response:

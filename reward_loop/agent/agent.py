@@ -202,7 +202,8 @@ class RewardAgent:
             task = asyncio.current_task()
             assert task is not None
             release = functools.partial(self._tasks.release, task)
-            CALLER.set(Caller(reports_lost=pending.has_sizes, release=release))
+            group = (pending.number, pending._group_of(sample)) if pending.has_sizes else None
+            CALLER.set(Caller(reports_lost=pending.has_sizes, group=group, release=release))
         result, reward = await scored(self.manager, row, getattr(row, "uid", None) or f"sample {sample}")
         pending._add(sample, result, reward)
 
@@ -213,20 +214,22 @@ class RewardAgent:
             return row
         number = pending._group_of(sample)
         members = pending._members(number)
-        # The caller has not given its size: then that of a group with a name of its own is not known.
-        size = len(members) if pending.has_sizes or getattr(row, "group", None) is None else None
         group, member = f"{self._name}.{pending.number}.{number}", sample - members.start
+        # Of a group with a name of its own, the caller may submit the others later.
+        size = len(members) if pending.has_sizes else None
         if isinstance(row, RewardSample):
             return replace(
                 row,
                 uid=row.uid or f"{group}_{member}",
                 group=group if row.group is None else row.group,
-                group_size=row.group_size or size,
+                group_size=size or row.group_size or (1 if row.group is None else None),
             )
         if not hasattr(row, "non_tensor_batch"):
             return row
-        named = copy.copy(row)
-        named.non_tensor_batch = {"uid": [group], "session_id": [member], "group_size": [size], **row.non_tensor_batch}
+        named, columns = copy.copy(row), row.non_tensor_batch
+        named.non_tensor_batch = {"uid": [group], "session_id": [member], **columns}
+        if size is not None or "uid" not in columns:
+            named.non_tensor_batch["group_size"] = [size or 1]
         return named
 
 

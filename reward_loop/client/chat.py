@@ -134,6 +134,7 @@ def _reply(address: str | None, answer: Any, exchange: Exchange, model: str | No
         raise exchange.failed(address, "without a reply in text", answer) from None
     if reply.finish_reason == "abort":  # the server has ended the request, for example to restart
         raise exchange.failed(address, "that it has aborted", answer)
+    exchange.is_complete = reply.finish_reason not in (None, "error")
     exchange.update(reply=reply.text, finish_reason=reply.finish_reason, model=reply.model or model)
     return reply
 

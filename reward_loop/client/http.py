@@ -126,7 +126,7 @@ async def post(
             limit, ``model`` for those of the model, or 300. The router's own time limit is ``request_timeout_s``.
         api_key_env: the name of the environment variable with the service's API key.
         cache: where answers are stored, and looked for first. An answer from there needs no permit. One whose block
-            raises is not stored.
+            raises, or finds that it is not complete, is not stored.
 
     Raises:
         RequestError: the request failed or timed out, its status is not 200, or the answer is too long or not JSON.
@@ -163,7 +163,7 @@ async def post(
             raise
         exchange.update(seconds=time.perf_counter() - started)
         yield answer, exchange
-    if cache is not None:
+    if cache is not None and exchange.is_complete:
         await cache.put(url, body, answer)
 
 
@@ -202,12 +202,17 @@ def shown_url(url: str | None) -> str:
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
+_PUBLIC = frozenset({"api-version", "api_version", "version", "model"})
+"""The query parameters whose values are not hidden: a version, such as a date, also occurs in ordinary texts. Any other
+parameter, such as ``code`` or ``sig``, may contain the key of a service."""
+
+
 def _secrets(url: str, api_key_env: str | None) -> list[str]:
     """Return the key, and user, password and query values of the URL, as they are sent and as they are written."""
     parts = urlsplit(url)
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     basic = base64.b64encode(f"{user}:{password}".encode()).decode() if user or password else None  # the header's
-    values = [one.partition("=")[2] for one in parts.query.split("&")]
+    values = [value for name, _, value in (one.partition("=") for one in parts.query.split("&")) if name not in _PUBLIC]
     given = [api_key_env and api_key_of(api_key_env), basic, parts.username, parts.password, *values]
     forms = {form.strip() for one in given if one for form in (one, unquote_plus(one))}
     return sorted((form for form in forms if len(form) > 1), key=len, reverse=True)
@@ -469,6 +474,8 @@ class Exchange:
         for secret in self._secrets:
             hide(secret)
         self.model = body.get("model")
+        self.is_complete = True
+        """Whether the server has ended the answer: another request would get the same one."""
         self.end(
             time=time.time(),
             url=shown_url(url),
@@ -481,7 +488,7 @@ class Exchange:
     def without_secrets(self, text: str) -> str:
         """Return a text, such as an error of a service that repeats the key, without the secrets of the request.
 
-        Short ones, such as ``v1`` of ``api-version=v1``, are hidden where they stand alone, and not in other words.
+        Short ones, such as ``in`` of ``key=in``, are hidden where they stand alone, and not in other words.
         """
         alone = "(?<![A-Za-z0-9])%s(?![A-Za-z0-9])"
         found = [("%s" if len(one) >= MIN_LENGTH else alone) % re.escape(one) for one in self._secrets]

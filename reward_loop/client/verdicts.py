@@ -31,6 +31,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # before Python 3.12, pydantic does not accept the one of `typing`
 
+from reward_loop._util.reasoning import reasoning_of
 from reward_loop._util.text import listing, shorten
 from reward_loop.errors import ConfigError
 
@@ -61,19 +62,6 @@ class Verdict(Protocol):
 
 # --- The text that counts ---------------------------------------------------------------------------------------------
 
-_REASONING = (
-    r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratch_?pad|monologue|cot|deliberation|rationale)"
-)
-_TAG = re.compile(
-    r"(?i:(?:<|&lt;|\uff1c|\u25c1)[|\uff5c]?(?P<close>/\s?|end_(?:of_)?)?(?:[a-z]{1,12}[:_]){0,3}"
-    + _REASONING
-    + r"(?:_[a-z]{1,20})?"
-    r"(?:[\s:][^<>\u25b7\n]{0,80})?\s?[|\uff5c]?(?:>|&gt;|\uff1e|\u25b7))"
-    # The channels of gpt-oss and Gemma; those of gpt-oss also if the server removes special tokens.
-    r"|(?P<final><\|channel\|?>\s?final(?:<\|message\|>)?|<channel\|>)|<\|channel\|?>"
-    r"|\A\s{0,9}analysis(?!:)|(?P<bare>assistantfinal)|\[(?P<slash>/?)(?i:THINK(?:ING)?)\]"
-)
-
 
 def final_text(reply: str) -> str:
     """Return the text after the last end of reasoning, without spaces around it.
@@ -81,17 +69,9 @@ def final_text(reply: str) -> str:
     Raises:
         NoVerdictError: the reply ends within its reasoning.
     """
-    open_tags = end = 0
-    for tag in _TAG.finditer(reply):
-        if tag["final"] or (tag["bare"] and open_tags):
-            open_tags, end = 0, tag.end()
-        elif tag["close"] or tag["slash"]:
-            open_tags, end = max(0, open_tags - 1), tag.end()
-        elif not tag["bare"]:
-            open_tags += 1
-    if open_tags:
+    if (parts := reasoning_of(reply)) is None:
         raise NoVerdictError(f"the reply ends in reasoning, which begins with {shorten(reply, 80)}")
-    return reply[end:].strip()
+    return reply[parts[-1].after if parts else 0 :].strip()
 
 
 def plain(text: str) -> str:

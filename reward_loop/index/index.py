@@ -450,13 +450,14 @@ def chunk_directory(path: Path) -> Iterator[Path]:
 def open_database(path: Path, folder: Path) -> duckdb.DuckDBPyConnection:
     """Open the database of an index. An older or damaged one, or one of other records, is deleted and created again."""
     with contextlib.suppress(duckdb.Error):
-        connection = _connect(path)
-        try:
-            if _fits(use(connection), folder):
-                return connection
-        except duckdb.Error:
-            pass
-        connection.close()
+        if path.exists():  # a connection would make the file, for nothing
+            connection = _connect(path)
+            try:
+                if _fits(use(connection), folder):
+                    return connection
+            except duckdb.Error:
+                pass
+            connection.close()
     delete_database(path)
     connection = use(_connect(path))
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as empty:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,12 @@ class StepTimes:
         self._steps: dict[int, Phase] = {}
         self._overlaps: dict[int, Row] = {}
 
-    def steps(self) -> dict[int, dict[str, Any]]:
+    def steps(self, resumed: Collection[Row] = ()) -> dict[int, dict[str, Any]]:
         """Read the events that were written since the last call, and return the times of each step.
+
+        Args:
+            resumed: the ``time`` and ``step`` of each trainer that has continued from a checkpoint, see
+                `questions.resumed`. What an earlier trainer did after that step does not count.
 
         Returns:
             for each step: ``phases``, the seconds of each phase without the phases within it, which add up to the step,
@@ -106,7 +110,10 @@ class StepTimes:
         for path in sorted(self._folder.glob("*.jsonl")):
             for event in self._events(path):
                 self._add(path, event)
-        return {step: self._times(step) for step in sorted(self._steps.keys() | self._overlaps.keys())}
+        # Not deleted: the events may be read before the row of the trainer that has continued.
+        steps = {step: phase for step, phase in self._steps.items() if _counts(step, phase.end, resumed)}
+        overlaps = {step: event for step, event in self._overlaps.items() if _counts(step, event["time"], resumed)}
+        return {step: _times(steps.get(step), overlaps.get(step)) for step in sorted(steps.keys() | overlaps.keys())}
 
     def _add(self, path: Path, event: Row) -> None:
         # A resumed run repeats some steps: the latest of each counts.
@@ -121,17 +128,6 @@ class StepTimes:
             if step not in self._steps or self._steps[step].start < phase.start:
                 self._steps[step] = phase
 
-    def _times(self, step: int) -> dict[str, Any]:
-        phases: dict[str, float] | None = None
-        if (whole := self._steps.get(step)) is not None:
-            phases = defaultdict(float)
-            for phase in whole.all():
-                phases[OTHER if phase.name == STEP else phase.name] += phase.seconds
-        overlap = self._overlaps.get(step)
-        waiting, pending = (None, None) if overlap is None else (overlap["waiting_s"], overlap["pending_s"])
-        share = None if waiting is None or pending is None else hidden_share(waiting, pending)
-        return {"phases": phases, "waiting_s": waiting, "pending_s": pending, "hidden_share": share}
-
     def _events(self, path: Path) -> Iterator[dict[str, Any]]:
         """Yield the new phases and overlaps of a file. Rollouts, of which there may be millions, are not parsed."""
         with path.open("rb") as file:
@@ -143,3 +139,19 @@ class StepTimes:
                 if _WANTED.search(line, 0, _HEAD) and (event := parse_line(line)) is not None:
                     check_version(event.get("version", 0), path)
                     yield event
+
+
+def _counts(step: int, time: float, resumed: Collection[Row]) -> bool:
+    """Return whether no later trainer has continued from a checkpoint before this step."""
+    return not any(time < row["time"] and step > row["step"] for row in resumed)
+
+
+def _times(whole: Phase | None, overlap: Row | None) -> dict[str, Any]:
+    phases: dict[str, float] | None = None
+    if whole is not None:
+        phases = defaultdict(float)
+        for phase in whole.all():
+            phases[OTHER if phase.name == STEP else phase.name] += phase.seconds
+    waiting, pending = (None, None) if overlap is None else (overlap["waiting_s"], overlap["pending_s"])
+    share = None if waiting is None or pending is None else hidden_share(waiting, pending)
+    return {"phases": phases, "waiting_s": waiting, "pending_s": pending, "hidden_share": share}

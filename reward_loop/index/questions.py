@@ -1,4 +1,4 @@
-"""The figures of records, each computed here alone: for the report, the viewer, and the comparison of two scorings.
+"""The figures of records, each computed here alone: for report, viewer, audit, and the comparison of two scorings.
 
 A *summary* describes some samples: those of a step, those with a value of a field, or all. Samples of training and of
 validation never share one. The summaries of steps are kept in the index until the step gets further rows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from string import Template
 from typing import Any
 
@@ -166,6 +166,11 @@ def steps(index: Index, validate: bool) -> list[dict[str, Any]]:
         validate: whether to return those of validation, or those of training.
     """
     return [_public(summary) for summary in _kept(index) if summary["validate"] is validate]
+
+
+def resumed(index: Index) -> list[dict[str, Any]]:
+    """Return ``time`` and ``step`` of each trainer that has continued from a checkpoint; it does later steps again."""
+    return index.rows("SELECT time, step FROM resumed")
 
 
 def run(index: Index) -> dict[str, Any]:
@@ -408,3 +413,45 @@ def _difference(row: dict[str, Any], is_paired: bool) -> dict[str, Any]:
         error = None if None in variances else math.sqrt(sum(v / n for v, n in zip(variances, counts, strict=True)))
     low, high = (None, None) if error is None else (row["difference"] + sign * _Z95 * error for sign in (-1, 1))
     return {**row, "interval": None if low is None else [low, high], "agreement": row["equal"] / both if both else None}
+
+
+_SCORED = "outcome = 'scored' AND score IS NOT NULL"
+_SCORED_COUNTS = f"""
+SELECT count(*) FILTER (time > $after) AS samples, coalesce(max(time), 0) AS latest,
+    count(*) FILTER (time > $after AND list_contains($files, text_file)) AS with_texts,
+    coalesce(min(score), 0) AS low, coalesce(max(score), 0) AS high
+FROM samples WHERE {_SCORED}
+"""
+_CHOSEN = f"""
+SELECT id FROM samples WHERE {_SCORED} AND time > $after AND list_contains($files, text_file)
+ORDER BY hash(id) LIMIT $count
+"""
+_ASKED = """
+SELECT regexp_extract(url, '^http://([^/]+)', 1) AS address, bool_or(backend IS NOT NULL) AS is_routed
+FROM exchanges GROUP BY address ORDER BY is_routed DESC, max(sample) DESC
+"""
+
+
+def scored(index: Index, files: Sequence[str], count: int, after: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Count the scored samples, and choose some of them by chance, but the same in each call.
+
+    Args:
+        index: the index.
+        files: the files of texts that are left. Samples with texts in these are chosen.
+        count: the number of samples to choose.
+        after: the time after which they were scored.
+
+    Returns:
+        ``samples`` after this time and those ``with_texts``; of all, the ``latest`` time and the bounds of the score,
+        ``low`` and ``high``. And the whole rows of the chosen ones.
+    """
+    parameters = {"after": after, "files": files}
+    (counts,) = index.rows(_SCORED_COUNTS, parameters)
+    ids = [row["id"] for row in index.rows(_CHOSEN, {**parameters, "count": count})]
+    return counts, list(index.records(SampleFilter().also("list_contains(?, id)", ids)))
+
+
+def judge_address(index: Index) -> str | None:
+    """Return ``host:port`` of the run's judge: of the last answer through the router, else the only one asked."""
+    asked = index.rows(_ASKED)
+    return (asked[0]["address"] or None) if asked and (asked[0]["is_routed"] or len(asked) == 1) else None

@@ -127,6 +127,8 @@ class Caller:
     """Whether it may submit a sample twice, with the same uid."""
     lost: Collection[str] = ()
     """The uids of members that it has reported as lost, perhaps to a process that has ended."""
+    group: Hashable = None
+    """The key of the sample's group if its name may not be unique; ``None`` to use the name."""
     release: Callable[[], None] | None = None
     """Called when a sample waits for its group: it is not in flight any more."""
 
@@ -187,7 +189,9 @@ class Groups:
         Raises:
             ConfigError: the size of the group is not known.
         """
-        caller, uid, key = CALLER.get(), sample.uid, object() if sample.group is None else sample.group
+        caller, uid = CALLER.get(), sample.uid
+        key = sample.group if caller.group is None else caller.group
+        key = object() if key is None else key
         size = 1 if sample.group is None else sample.group_size or self._size
         if size is None:
             raise ConfigError(
@@ -215,16 +219,22 @@ class Groups:
         """Wait for the group of the current member, and return the result of its item.
 
         Raises:
+            ConfigError: the member has joined before.
             IncompleteGroupError: members of the group are missing, and nobody has reported that they are lost.
         """
         member = _member.get()
         group = member.group
+        if member.has_joined:
+            raise ConfigError(f"{self._who}: call the base class's score_one once for each sample")
         member.has_joined = True
         group.scoring -= 1
-        if (earlier := group.joined.pop(member.name, None)) is not None:
-            earlier[-1].cancel()  # the same sample, submitted twice: its first caller does not wait any more
         result = group.add(item)
-        group.joined[member.name] = (member.place, result)
+        own = member.place, result
+        # The same sample, submitted twice: its first caller does not wait any more, also if it comes last.
+        first, last = sorted((group.joined.get(member.name, own), own), key=lambda joined: joined[0])
+        group.joined[member.name] = last
+        if first is not last:
+            first[-1].cancel()
         if (release := CALLER.get().release) is not None:
             release()
         self._close_if_complete(member.key, group)

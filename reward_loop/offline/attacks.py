@@ -86,6 +86,7 @@ class AttackedRow:
         return self.others[0] if self.others else changed(self.text)
 
 
+@functools.lru_cache(maxsize=4096)  # an answer is compared with those of all other rows
 def number(text: str) -> Fraction | None:
     """Return the value of ``1,000``, ``$5``, ``1/2``, ``50%`` or ``5 km``; ``None`` for other texts."""
     found = re.fullmatch(_NUMBER, text)

@@ -15,6 +15,8 @@ import contextlib
 import math
 import re
 import time
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,18 +27,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from reward_loop._util.json import encode, look_up
+from reward_loop._util.reasoning import without_reasoning
 from reward_loop._util.signals import run
 from reward_loop._util.standard_streams import console, reserve_stdout
 from reward_loop._util.text import counted, listing, rounded, shorten
 from reward_loop.errors import ConfigError, RewardLoopError
-from reward_loop.index.filters import SampleFilter
 from reward_loop.managers.scorer import Scorer, load_scorer, scored, scores_groups
 from reward_loop.offline import cli_options
 from reward_loop.offline.attacks import KINDS, AttackedRow, rows_of, same, texts_of
-from reward_loop.offline.inputs import Fields, Row, check_fields, recorded_row
+from reward_loop.offline.inputs import Fields, check_fields, choose_recorded
 from reward_loop.offline.report_command import show_table
 from reward_loop.offline.score import ScoringProgress, for_each
-from reward_loop.records import TEXTS, RecordsReader
 from reward_loop.scoring import ListScoringFunction
 from reward_loop.scoring.signature import resolve
 from reward_loop.types import Outcome, RewardResult, RewardSample, finite_number
@@ -99,6 +100,11 @@ AGAIN = Probe(
     "same answer again",
     "its verdict is partly chance, or FUNCTION is not that of the run: set its temperature to 0, or let it vote",
 )
+REASONING = Probe(
+    "reasoning removed",
+    "the text of the reasoning decides: give the judge only the text behind </think>, or take the answer from there",
+    lambda row, index: [made] if (made := without_reasoning(row.response)) != row.response else [],
+)
 REFERENCE = Probe("reference judge", "read answers on which the two differ, and find out which of them is right")
 ORDER = Probe(
     "order of two answers",
@@ -140,63 +146,8 @@ PROBES = (
         needs_reference=True,
         of_rewarded=True,
     ),
+    REASONING,
 )
-
-
-@dataclass(slots=True)
-class Recorded:
-    """Recorded answers, chosen by chance, and what was seen of the others."""
-
-    rows: list[Row]
-    samples: int
-    """The scored samples of the records."""
-    latest: float
-    """The time of the last of them."""
-    with_texts: int
-    """Those of them whose texts the records still have."""
-    low: float
-    high: float
-    """The bounds of all recorded scores."""
-    address: str | None
-    """``host:port`` of the run's judge: of the last answer through the router, else the only address that was asked."""
-
-
-_SCORED = "outcome = 'scored' AND score IS NOT NULL"
-_COUNTS = f"""
-SELECT count(*) FILTER (time > $after) AS samples, coalesce(max(time), 0) AS latest,
-    count(*) FILTER (time > $after AND list_contains($left, text_file)) AS with_texts,
-    coalesce(min(score), 0) AS low, coalesce(max(score), 0) AS high
-FROM samples WHERE {_SCORED}
-"""
-_CHOSEN = f"""
-SELECT id FROM samples WHERE {_SCORED} AND time > $after AND list_contains($left, text_file)
-ORDER BY hash(id) LIMIT $count
-"""
-_ASKED = """
-SELECT regexp_extract(url, '^http://([^/]+)', 1) AS address, bool_or(backend IS NOT NULL) AS is_routed
-FROM exchanges GROUP BY address ORDER BY is_routed DESC, max(sample) DESC
-"""
-
-
-def read(folder: Path, count: int, after: float = 0.0) -> Recorded:
-    """Choose answers that were recorded later than ``after``; the same in each call.
-
-    Raises:
-        ConfigError: the folder has no records.
-    """
-    from reward_loop.index.index import open_index  # it imports DuckDB
-
-    reader = RecordsReader(folder)
-    # Whole files are deleted, the oldest first.
-    left = [path.relative_to(folder).as_posix() for path in (folder / TEXTS).glob("*.jsonl")]
-    with open_index(folder) as index:
-        (counts,) = index.rows(_COUNTS, {"after": after, "left": left})
-        ids = [row["id"] for row in index.rows(_CHOSEN, {"after": after, "left": left, "count": count})]
-        chosen = index.records(SampleFilter().also("list_contains(?, id)", ids))
-        rows = [recorded_row(reader, row, str(row.get("uid") or row["id"])) for row in chosen]
-        asked = index.rows(_ASKED)
-    address = asked[0]["address"] if asked and (asked[0]["is_routed"] or len(asked) == 1) else ""
-    return Recorded(rows, **counts, address=address or None)
 
 
 @dataclass(slots=True)
@@ -256,9 +207,7 @@ class Audit:
                     self.scores[index] >= self.accept or not probe.of_rewarded
                 ):
                     for text in probe.make(attacked[index], index)[:1]:
-                        # ``None`` remains: the records do not say whether answers were cut off.
-                        truncated = sample.is_truncated and False
-                        yield probe, index, replace(sample, solution_str=text, is_truncated=truncated)
+                        yield probe, index, replace(sample, solution_str=text)
 
     async def run(self, on_row: Callable[[int, RewardResult | None], None]) -> None:
         """Call the function, `CONCURRENCY` times at once.
@@ -283,14 +232,14 @@ class Audit:
         asked = {REFERENCE: self.reference, ORDER: self.other, LABELS: self.labels}
         probes = [*PROBES, *(probe for probe in asked if asked[probe])]
         found = {probe.name: ProbeResult(probe.name) for probe in probes}
-        for probe, text, result, is_wrong in self._verdicts():
+        for probe, _, text, score, is_wrong in self._verdicts():
             one = found[probe.name]
-            one.failed += result.outcome is Outcome.FAILED
-            one.answers += result.outcome is not Outcome.FAILED
-            if is_wrong and result.outcome is not Outcome.FAILED:
+            one.failed += is_wrong is None
+            one.answers += is_wrong is not None
+            if is_wrong:
                 one.wrong += 1
                 if one.wrong == 1 or len(text) < len(one.example):
-                    one.example, one.score = text, result.score
+                    one.example, one.score = text, score
         for probe in probes:
             one = found[probe.name]
             if one.answers:
@@ -299,25 +248,45 @@ class Audit:
                 one.advice = probe.advice if one.is_problem else ""
         return list(found.values())
 
-    def _verdicts(self) -> Iterator[tuple[Probe, str, RewardResult, bool]]:
-        """Yield each answer with its result, and whether the verdict is wrong."""
+    def by_step(self) -> list[dict[str, Any]]:
+        """Return how many edits of rewarded answers are still rewarded, in up to `RANGES` ranges of steps.
+
+        The ranges have about the same number of edits. The list is empty if the edits are all of one step.
+        """
+        edits, ranges = list[tuple[int, bool]](), defaultdict[int, list[tuple[int, bool]]](list)
+        for probe, index, *_, is_wrong in self._verdicts():
+            if probe.of_rewarded and is_wrong is not None and (step := self.samples[index].step) is not None:
+                edits.append((step, is_wrong))
+        steps = sorted(step for step, _ in edits)
+        for step, is_wrong in sorted(edits):
+            rank = (bisect_left(steps, step) + bisect_right(steps, step)) / 2  # that of the step's middle edit
+            ranges[int(RANGES * rank / len(steps))].append((step, is_wrong))
+        found = []
+        for part in ranges.values() if len(ranges) > 1 else ():
+            wrong = sum(is_wrong for _, is_wrong in part)
+            counts = {"answers": len(part), "wrong": wrong, "share": wrong / len(part)}
+            found.append({"steps": [part[0][0], part[-1][0]], **counts, "interval": _wilson(wrong, len(part))})
+        return found
+
+    def _verdicts(self) -> Iterator[tuple[Probe, int, str, float | None, bool | None]]:
+        """Yield each answer: its probe, row, text, score, and whether it is a wrong verdict; ``None`` if it failed."""
         # The scales of the reference judge and of the labels may be other ones.
         asked = [result.score for probe, *_, result in self.results if probe is REFERENCE]
         of_reference, of_labels = middle(asked, self.accept), middle(self.labels, 0.5)
         for probe, index, text, result in self.results:
             level = of_reference if probe is REFERENCE else self.accept
+            failed, score, recorded = result.outcome is Outcome.FAILED, result.score, self.scores[index]
             # No score where there was one is another verdict, too.
-            accepted = None if result.score is None else result.score >= level
-            recorded = self.scores[index]
+            accepted = None if score is None else score >= level
             if probe is ORDER:  # both answers better than the other, or both worse; a tie is neither
-                is_wrong = result.score is not None and (result.score - level) * (recorded - level) > 0
-            elif probe in (AGAIN, REFERENCE):
+                is_wrong = score is not None and (score - level) * (recorded - level) > 0
+            elif probe in (AGAIN, REASONING, REFERENCE):
                 is_wrong = accepted != (recorded >= self.accept)
             else:
                 is_wrong = accepted is True
-            yield probe, text, result, is_wrong
+            yield probe, index, text, score, None if failed else is_wrong
             if probe is AGAIN and self.labels and (label := self.labels[index]) is not None:
-                yield LABELS, text, result, accepted != (label >= of_labels)
+                yield LABELS, index, text, score, None if failed else accepted != (label >= of_labels)
 
 
 def middle(scores: Sequence[float | None], otherwise: float) -> float:
@@ -327,6 +296,8 @@ def middle(scores: Sequence[float | None], otherwise: float) -> float:
     return (low + high) / 2 if low < high else otherwise
 
 
+RANGES = 5
+"""The largest number of ranges of steps that are compared."""
 CONCURRENCY = 8
 """The number of answers that are scored at a time."""
 _FOLLOW_S = 30.0
@@ -350,7 +321,7 @@ def audit(
     ] = 0.05,
     label: Annotated[
         str | None,
-        typer.Option(metavar="FIELD", help="The field with known verdicts, e.g. [cyan]extra_info.label[/]: numbers."),
+        typer.Option(metavar="FIELD", help="The field with known verdicts: a number, true or false."),
     ] = None,
     other: Annotated[
         str | None,
@@ -372,19 +343,21 @@ def audit(
 ) -> None:
     """Find out what a reward function accepts, on the answers of a run.
 
-    Calls the function with recorded answers again, with answers that are wrong
-    for certain (empty, master keys, instructions to the judge, the reference of
-    another row), and with rewarded answers whose final answer is exchanged or
-    negated. Also compares it with a reference judge, and with labels. Works
-    beside a run, with --follow until Ctrl-C: it writes no records. A judge on
-    the trainer's GPUs cannot be asked beside its run.
+    Calls the function with recorded answers again, also without their reasoning,
+    with answers that are wrong for certain (empty, master keys, instructions to
+    the judge, the reference of another row), and with rewarded answers whose
+    final answer is exchanged or negated: of these, it shows the share that is
+    still rewarded by step (more --rows narrow it). Also compares it with a
+    reference judge, and with labels. Works beside a run, with --follow until
+    Ctrl-C: it writes no records. A judge on the trainer's GPUs cannot be asked
+    beside its run.
 
     [bold]Example[/]
 
       reward-loop audit checkpoints/rewards judge.py:compute_score --label extra_info.label
 
-    With 50 rows, the function is called up to 350 times; requests to a paid judge
-    cost money. Its output goes to stderr.
+    With 50 rows, the function is called up to 400 times, with --other 450;
+    requests to a paid judge cost money. Its output goes to stderr.
 
     Exit status: 0 no problems, 1 a share is above --fail-above, or all calls
     failed, 2 wrong usage, 130 Ctrl-C.
@@ -397,7 +370,7 @@ def audit(
 
     def once(after: float, stdout: Any, stack: contextlib.ExitStack) -> tuple[bool, float]:
         """Audit answers later than ``after``; return whether there are problems, and the time of the last answer."""
-        recorded = read(folder, rows, after)
+        recorded = choose_recorded(folder, rows, after)
         address = router_address or recorded.address
 
         def load(spec: str, kwargs: dict[str, Any]) -> Scorer:
@@ -434,17 +407,17 @@ def audit(
         made = Audit(samples, scores, labels, level, scorer, reference, "ground_truth" in target.passes, other)
         with contextlib.chdir("."):
             run(made.run(ScoringProgress(err).completed))
-        found = made.findings(fail_above)
+        found, by_step = made.findings(fail_above), made.by_step()
         problems = sum(one.is_problem for one in found)
         if as_json:
             seen = {"samples": recorded.samples, "with_texts": recorded.with_texts, "audited": len(pairs)}
-            probes = [asdict(one) for one in found]
-            stdout.write(encode({**seen, "accept": level, "problems": problems, "probes": probes}).decode() + "\n")
+            findings = {"problems": problems, "probes": [asdict(one) for one in found], "by_step": by_step}
+            stdout.write(encode({**seen, "accept": level, **findings}).decode() + "\n")
         else:
             out = console(stdout)
             out.print(escape(f"{about} ({recorded.with_texts / recorded.samples:.0%}), {len(pairs)} audited"))
             out.print(f"accepted: a score of {rounded(level)} or more")
-            _show(found, out)
+            _show(found, by_step, out)
         return problems > 0, recorded.latest
 
     problems, latest = False, 0.0
@@ -455,26 +428,37 @@ def audit(
             if follow is None:
                 break
             time.sleep(_FOLLOW_S)
-            while read(folder, 0, latest).samples < follow:
+            while choose_recorded(folder, 0, latest).samples < follow:
                 time.sleep(_FOLLOW_S)
     if problems:
         raise typer.Exit(1)
 
 
-def _show(found: Sequence[ProbeResult], out: Console) -> None:
+def _show(found: Sequence[ProbeResult], by_step: Sequence[dict[str, Any]], out: Console) -> None:
     rows = []
     for one in found:
-        share, interval = "no verdict" if one.failed else "no row fits", "-"
+        shares = ("no verdict" if one.failed else "no row fits", "-")
         if one.share is not None and one.interval is not None:
-            share, interval = f"{one.share:.0%}", "{:.0%} to {:.0%}".format(*one.interval)
-        rows.append((one.probe, one.answers, one.wrong, share, interval, one.failed))
-    show_table(("probe", "verdicts", "wrong", "share", "95 % interval", "failed calls"), rows, out)
+            shares = _percent(one.share, one.interval)
+        rows.append((one.probe, one.answers, one.wrong, *shares, one.failed))
+    columns = ("verdicts", "wrong", "share", "95 % interval")
+    show_table(("probe", *columns, "failed calls"), rows, out)
+    moved = []
+    for part in by_step:
+        first, last = part["steps"]
+        name = f"step {first}" if first == last else f"steps {first} to {last}"
+        moved.append((name, part["answers"], part["wrong"], *_percent(part["share"], part["interval"])))
+    show_table(("exchanged or negated", *columns), moved, out)
     out.print()
     problems = [one for one in found if one.is_problem]
     for one in problems:
         score = "unscored" if one.score is None else f"scores {rounded(one.score)}"
         out.print(f"[bold red]{one.probe}:[/] {escape(f'{one.advice}. {shorten(one.example, 60)}: {score}')}")
     out.print(f"{counted(len(problems), 'problem') if problems else 'no problems'} found")
+
+
+def _percent(share: float, interval: tuple[float, float]) -> tuple[str, str]:
+    return f"{share:.0%}", "{:.0%} to {:.0%}".format(*interval)
 
 
 def _wilson(part: int, total: int) -> tuple[float, float]:

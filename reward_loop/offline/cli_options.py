@@ -37,8 +37,8 @@ FieldPaths = Annotated[
         metavar="PART=PATH",
         help="The field of a row that contains a part of the sample, e.g. [cyan]solution_str=output[/] or, nested, "
         "[cyan]ground_truth=reward_model.ground_truth[/]. Parts: solution_str, ground_truth, data_source, "
-        "extra_info, extra_info.KEY, and for the records prompt, group, step. Default: the field with the name of the "
-        "part. Repeatable.",
+        "extra_info, extra_info.KEY, prompt, response_ids, response_length, is_truncated, step, training_progress, "
+        "validate, group. Default: the field with the name of the part. Repeatable.",
     ),
 ]
 RewardKwargs = Annotated[

@@ -12,7 +12,7 @@ from typing import Any
 from reward_loop._util.json import MISSING, decode, look_up, with_bytes
 from reward_loop._util.text import did_you_mean, listing, shorten
 from reward_loop.errors import ConfigError
-from reward_loop.records import RecordsReader
+from reward_loop.records import TEXTS, RecordsReader
 from reward_loop.types import RewardSample, missing
 
 _KEPT = ("uid", "group", "step", "validate", "data_source", "outcome", "score")
@@ -105,6 +105,42 @@ def recorded_row(reader: RecordsReader, row: Mapping[str, Any], name: str) -> Ro
     parts = {key: text.get(key) for key in ("prompt", "ground_truth", "extra_info")}
     columns |= {"solution_str": text.get("response"), **{key: with_bytes(part) for key, part in parts.items()}}
     return Row(name, columns)
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Recorded answers, chosen by chance, and what was seen of the others."""
+
+    rows: list[Row]
+    samples: int
+    """The scored samples of the records."""
+    latest: float
+    """The time of the last of them."""
+    with_texts: int
+    """Those of them whose texts the records still have."""
+    low: float
+    high: float
+    """The bounds of all recorded scores."""
+    address: str | None
+    """``host:port`` of the run's judge: of the last answer through the router, else the only address that was asked."""
+
+
+def choose_recorded(folder: Path, count: int, after: float = 0.0) -> Recorded:
+    """Choose answers that were recorded later than ``after``; the same in each call.
+
+    Raises:
+        ConfigError: the folder has no records.
+    """
+    from reward_loop.index import questions  # it imports DuckDB
+    from reward_loop.index.index import open_index
+
+    reader = RecordsReader(folder)
+    # Whole files are deleted, the oldest first.
+    left = [path.relative_to(folder).as_posix() for path in (folder / TEXTS).glob("*.jsonl")]
+    with open_index(folder) as index:
+        counts, chosen = questions.scored(index, left, count, after)
+        rows = [recorded_row(reader, row, str(row.get("uid") or row["id"])) for row in chosen]
+        return Recorded(rows, **counts, address=questions.judge_address(index))
 
 
 _PARTS: dict[str, Any] = {

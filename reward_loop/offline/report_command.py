@@ -46,9 +46,10 @@ def report(
 
     Shows the outcomes with the causes of failures, the scores, the components,
     the groups whose rewards are all equal or missing, the latency and the
-    failures of judges, and of a verl run the warnings of its live numbers. Two folders are joined by the uids of their
-    samples: two functions on the same samples, as "score" writes them, or two
-    runs.
+    failures of judges, and of a verl run the warnings of its live numbers. Two
+    folders are joined by the uids of their samples: two functions on the same
+    samples, as "score" writes them, or two runs.
+
     docs/viewer.md describes the summary.
 
     [bold]Example[/]
@@ -74,8 +75,8 @@ def report(
                 show_comparison(compared, folders, out)
             return
         found = questions.report(index, group_by)
-        incomplete = index.incomplete
-    times, warnings = StepTimes(folders[0]).steps(), health(folders[0])
+        times, incomplete = StepTimes(folders[0]).steps(questions.resumed(index)), index.incomplete
+    warnings = health(folders[0])
     overlap = [{"step": step, **row, "phases": None} for step, row in times.items() if row["pending_s"] is not None]
     if as_json:
         print(encode({**found, "overlap": overlap, "warnings": warnings}).decode())

@@ -377,9 +377,8 @@ def score(
 ) -> None:
     """Score stored rollouts with a reward function.
 
-    The function is called just as in training: by keyword, with those of
-    data_source, solution_str, ground_truth, extra_info, reward_router_address
-    and reward_model_tokenizer that its signature names.
+    The function is called as in training: by keyword, with the arguments that
+    its signature names and the rows have.
 
     [bold]Example[/]
 
@@ -388,8 +387,9 @@ def score(
     Every row gets a record, as a sample of a training run: read them with
     [cyan]reward-loop report[/] and [cyan]view[/]. Run the same command again to resume
     an interrupted run: only rows without a record, failed ones, and those that
-    the budget left out are scored. What the function prints goes to stderr. To try a function that costs
-    money, score a few rows: head -n 20 rollouts.jsonl > few.jsonl.
+    the budget left out are scored. What the function prints goes to stderr.
+    To try a function that costs money, score a few rows:
+    head -n 20 rollouts.jsonl > few.jsonl.
 
     -O sets the other options of the reward loop, such as -O on_failed=raise,
     -O max_failed_share=0.1, or, with --isolation process, -O max_processes=4.

@@ -56,6 +56,8 @@ class Setup:
     itself, and runs calls until it is killed."""
     max_memory_mb: int | None
     """The largest memory of a process with its descendants, in 2^20 bytes, in addition to that of the template."""
+    load_s: float
+    """The seconds in which a child must have loaded the function."""
 
 
 Function = Callable[..., Any] | RewardFunctionError

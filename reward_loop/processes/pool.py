@@ -23,6 +23,7 @@ import contextlib
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from typing import Any
 
 import cloudpickle
 
-from reward_loop._util.process import ParentDeathPipe
+from reward_loop._util.process import ParentDeathPipe, descendants, kill
 from reward_loop._util.signals import name_of
 from reward_loop.errors import FunctionLoadError, RewardCrashedError, RewardFunctionError
 from reward_loop.processes.child import HEADER, Setup
@@ -46,6 +47,7 @@ _START_SECONDS = 300.0
 """Seconds for importing the function's module. Importing verl with torch can take 30 s on a busy machine."""
 _GRACE_SECONDS = 2.0
 """Seconds after its deadline in which a child must have ended itself. On a busy machine it may not run at once."""
+_CLOSED = "was ended: it was closed before the call had ended"
 _STACK_LINES = 8
 _READ_BYTES = 1 << 20
 
@@ -100,9 +102,10 @@ class WorkerProcesses:
                 f"{error}. Give the class and not its object, create locks, clients or models when the module is "
                 "imported, or set isolation='thread'"
             ) from error
-        self._setup = pickle.dumps(Setup(name, files or {}, content, calls_per_process, max_memory_mb))
+        self._setup = pickle.dumps(Setup(name, files or {}, content, calls_per_process, max_memory_mb, _START_SECONDS))
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._template: _TemplateProcess | None = None
+        self._closes = 0
 
     async def run(
         self, arguments: Mapping[str, Any], *, key: str, timeout: float | None, begin: Callable[[], None]
@@ -117,7 +120,8 @@ class WorkerProcesses:
 
         Raises:
             TimeoutError: the deadline passed. The message contains the stack of the user's code.
-            RewardCrashedError: the process died during the call, or did not load the function in time.
+            RewardCrashedError: the process died during the call, or did not load the function in time; or `close` was
+                called.
         """
         try:
             # By value where the content is of `__main__`, which a child does not have.
@@ -130,17 +134,30 @@ class WorkerProcesses:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self.max_processes)
+        closes = self._closes
         async with self._slots[1]:
-            try:
-                return await self._call(call, timeout, begin)
-            except _NotStartedError:  # it has nothing to do with the call: perhaps memory had run out
-                return await self._call(call, timeout, begin)
+            for attempt in (1, 2):
+                try:
+                    if closes == self._closes:  # a call that has waited must not start a new template
+                        return await self._call(call, timeout, begin)
+                except RewardCrashedError as error:
+                    # Once again if it has nothing to do with the call: perhaps memory had run out.
+                    is_last = attempt == 2 or not isinstance(error, _NotStartedError)
+                    if closes == self._closes and is_last:
+                        raise
+        raise RewardCrashedError(_CLOSED)
 
     async def _call(self, call: bytes, timeout: float | None, begin: Callable[[], None]) -> CallOutcome:
         template = self._started()
         child = template.idle.pop() if template.idle else template.fork()
         try:
             return await child.call(call, timeout, begin)
+        except _NotStartedError as error:
+            if isinstance(error, _HangsError):
+                template.give_up(error.problem)
+            if template.problem:  # as for the other calls that waited for it
+                raise RewardCrashedError(template.problem) from None
+            raise
         finally:
             if template is self._template and child.is_usable:
                 template.idle.append(child)
@@ -172,7 +189,7 @@ class WorkerProcesses:
     def _started(self) -> _TemplateProcess:
         """Return the template, which is started if none runs."""
         if self._template is None or not self._template.is_running():
-            self.close()
+            self._end()
             self._template = _TemplateProcess(self._setup)
             # The finalizer must not refer to `self`, or the pool would never be deleted.
             self._template.end = weakref.finalize(self, self._template.close)
@@ -187,13 +204,22 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """Stop the template with its processes: calls in flight fail. A later call starts a new one."""
-        if self._template is not None:
-            self._template.end()
-            self._template = None
+        self._closes += 1
+        self._end()
+
+    def _end(self) -> None:
+        # First `None`: another thread may run the event loop with the calls.
+        template, self._template = self._template, None
+        if template is not None:
+            template.end()
 
 
 class _NotStartedError(RewardCrashedError):
     """A child died before its call had started."""
+
+
+class _HangsError(_NotStartedError):
+    """A child has neither started its call nor ended itself: the template does not fork it."""
 
 
 class _TemplateProcess:
@@ -201,6 +227,8 @@ class _TemplateProcess:
 
     end: weakref.finalize[Any, Any]
     """Calls `close`, once."""
+    problem = ""
+    """The error of the calls that waited for it, if it hung and was killed."""
 
     def __init__(self, setup: bytes) -> None:
         self.idle: list[_Child] = []
@@ -209,9 +237,10 @@ class _TemplateProcess:
         self._parent_death = ParentDeathPipe()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(True)  # the program may have called `socket.setdefaulttimeout`
-        with theirs, open(os.memfd_create("reward-function"), "wb", buffering=0) as file:
-            file.write(setup)
-            fds = (theirs.fileno(), self._parent_death.child_fd, file.fileno())
+        self._setup_fd = os.memfd_create("reward-function")
+        self._stack_at = os.write(self._setup_fd, setup)  # behind it, `faulthandler` writes the stack of the template
+        with theirs:
+            fds = (theirs.fileno(), self._parent_death.child_fd, self._setup_fd)
             # The path of this process: with `-m`, Python adds the working directory, and not the folder of the script.
             code = (
                 f"import sys; sys.path[:] = {path!r}; from reward_loop.processes.template import main; main(*{fds!r})"
@@ -235,6 +264,18 @@ class _TemplateProcess:
             socket.send_fds(self._control, [b"f"], [theirs.fileno(), child.report_fd])
         return child
 
+    def give_up(self, problem: str) -> None:
+        """Kill the template, which hangs, with all processes that it has started."""
+        if self.problem or not self.is_running():
+            return
+        started = descendants(self._process.pid)
+        self._process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+        for pid in started[1:]:
+            kill(pid)
+        self.problem = problem + _at(os.pread(self._setup_fd, 1 << 16, self._stack_at).decode(errors="replace"))
+
     def close(self) -> None:
         """Stop the template and its children, unless they are those of the process from which this one was forked."""
         if self._owner != os.getpid():
@@ -247,7 +288,9 @@ class _TemplateProcess:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children end with it
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+                self._process.wait(_STOP_SECONDS)
+        os.close(self._setup_fd)
 
 
 class _Child:
@@ -269,14 +312,14 @@ class _Child:
         """Run one call; see `WorkerProcesses.run`.
 
         Raises:
-            _NotStartedError: the child died before the call.
+            _NotStartedError: the child died before the call, or there was none.
         """
         self.is_usable = has_started = is_late = False
         loop = asyncio.get_running_loop()
         # At the end of the connection, the child is dead, and the report says why.
         with contextlib.suppress(EOFError, ConnectionError):
             try:
-                async with asyncio.timeout(_START_SECONDS) as deadline:
+                async with asyncio.timeout(_START_SECONDS + _GRACE_SECONDS) as deadline:
                     await loop.sock_sendall(self._connection, call)
                     while True:
                         is_last, length = HEADER.unpack(await self._receive(loop, HEADER.size))
@@ -291,11 +334,13 @@ class _Child:
             except TimeoutError:
                 is_late = True
         report = os.pread(self.report_fd, 1 << 16, 0).decode(errors="replace")
-        if not has_started and is_late:
-            raise RewardCrashedError(f"was not loaded in a worker process within {_START_SECONDS:g} s")
+        has_ended_itself = report.startswith("Timeout")  # the first line that `faulthandler` writes at the deadline
+        if not has_started and (is_late or has_ended_itself):
+            kind = _HangsError if is_late else RewardCrashedError
+            raise kind(f"was not loaded in a worker process within {_START_SECONDS:g} s{_at(report)}")
         if not has_started:
             raise _NotStartedError(_death(report), cause=RewardCrashedError.__name__)
-        if is_late or report.startswith("Timeout"):  # the first line that `faulthandler` writes at the deadline
+        if is_late or has_ended_itself:
             raise TimeoutError(_at(report))
         raise RewardCrashedError(_death(report))
 
@@ -344,7 +389,8 @@ def _at(report: str) -> str:
     """Return the user's lines of the main thread's stack, innermost first; ``""`` if there are none."""
     lines: list[str] = []
     # The main thread is the last one that `faulthandler` writes.
-    for line in re.findall(r"^ +File .*$", report.rpartition("(most recent call first)")[2], flags=re.MULTILINE):
+    stack = report.rpartition("(most recent call first)")[2]
+    for line in re.findall(r'^ +File "(?!<frozen importlib).*$', stack, flags=re.MULTILINE):
         if _OURS in line:
             break
         lines.append(line)

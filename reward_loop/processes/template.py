@@ -24,6 +24,7 @@ of these, the template starts itself anew, without the function, and each child 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -71,6 +72,9 @@ def main(control_fd: int, parent_death_fd: int, setup_fd: int) -> NoReturn:
     fds = (control_fd, parent_death_fd, setup_fd)
     for fd in fds:
         os.set_inheritable(fd, False)  # not for programs that the function starts
+    # A core of each crash, which containers often allow, could fill the disk with the records.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable(setup_fd, all_threads=False)  # for the pool, which aborts a template that hangs
     try:
         setup: Setup = pickle.loads(os.pread(setup_fd, os.fstat(setup_fd).st_size, 0))
         function = None
@@ -182,8 +186,11 @@ class _Forks:
         if pid == 0:
             try:
                 self._become_child(template)
-                function = child.load(self._setup) if self._function is None else self._function
-                calls = None if self._function is None else self._setup.calls
+                function, calls = self._function, self._setup.calls
+                if function is None:
+                    faulthandler.dump_traceback_later(self._setup.load_s, exit=True, file=report_fd)
+                    function, calls = child.load(self._setup), None
+                    faulthandler.cancel_dump_traceback_later()
                 child.serve(connection, report_fd, function, calls)
             finally:
                 # An exception must not lead back into the template's own loop.
@@ -209,8 +216,6 @@ class _Forks:
         # If memory runs out, the kernel must kill a child, not the trainer.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-        # A core of each crash, which containers often allow, could fill the disk with the records.
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
     def _kill(self, fd: int) -> None:
         """Kill the child of a connection that the pool has shut down."""

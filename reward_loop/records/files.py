@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,12 +44,11 @@ SEGMENTS = 512
 
 
 class TextPlace(NamedTuple):
-    """Where the texts of a sample are."""
+    """Where texts begin."""
 
     file: str
     """The path of the segment, relative to the folder."""
     offset: int
-    bytes: int
 
 
 class RecordFiles:
@@ -77,10 +75,10 @@ class RecordFiles:
         self._failing: set[Path] = set()
         """The folders in which the last write failed."""
 
-    def add_rows(self, lines: Sequence[bytes]) -> None:
-        """Append lines to the file of rows."""
-        if self._append(self.path, b"".join(lines)) is None:
-            self.lost += len(lines)
+    def add_rows(self, lines: bytes, count: int) -> None:
+        """Append ``count`` lines to the file of rows."""
+        if self._append(self.path, lines) is None:
+            self.lost += count
         else:
             self.log_lost("records are written again")
 
@@ -90,37 +88,31 @@ class RecordFiles:
             lost, self.lost = self.lost, 0
             logger.warning("%s: %d were lost; their samples were scored (%s)", now, lost, self.folder)
 
-    def add_events(self, lines: Sequence[bytes]) -> None:
+    def add_events(self, lines: bytes | bytearray) -> None:
         """Append lines to the file of events."""
-        self._append(self.folder / EVENTS / self.path.name, b"".join(lines))
+        self._append(self.folder / EVENTS / self.path.name, lines)
 
-    def add_texts(self, kind: str, samples: Sequence[bytes]) -> list[TextPlace | None]:
-        """Append the texts of some samples to the current segment of a kind: `TEXTS` or `EXCHANGES`.
+    def add_texts(self, kind: str, texts: bytes | memoryview) -> TextPlace | None:
+        """Append texts to the current segment of a kind: `TEXTS` or `EXCHANGES`.
 
         Returns:
-            the place of each sample's texts; ``None`` if they are empty or could not be written.
+            where they are; ``None`` if they are empty or could not be written.
         """
-        content = b"".join(samples)
-        if not content:
-            return [None] * len(samples)
+        if not texts:
+            return None
         segment = self._segment(kind)
-        offset = self._append(segment, content)
+        offset = self._append(segment, texts)
         if offset is None:
-            return [None] * len(samples)
-        places: list[TextPlace | None] = []
-        name = f"{kind}/{segment.name}"
-        for lines in samples:
-            places.append(TextPlace(name, offset, len(lines)) if lines else None)
-            offset += len(lines)
-        if offset > self._max_bytes // SEGMENTS:
+            return None
+        if offset + len(texts) > self._max_bytes // SEGMENTS:
             self._numbers[kind] += 1
             self._delete_oldest()
-        return places
+        return TextPlace(f"{kind}/{segment.name}", offset)
 
     def _segment(self, kind: str) -> Path:
         return self.folder / kind / f"{self.path.stem}.{self._numbers[kind]:06}.jsonl"
 
-    def _append(self, path: Path, data: bytes) -> int | None:
+    def _append(self, path: Path, data: bytes | bytearray | memoryview) -> int | None:
         """Append to a file. Return the offset of the data; ``None`` if it could not be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

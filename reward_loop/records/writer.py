@@ -2,7 +2,8 @@
 
 A record is encoded where it is made: it cannot change afterwards, its size is known, and the thread only writes bytes.
 With an encoder in the thread, which takes turns with the event loop and the threads of functions, the records of a
-sample took twice as long (`benchmarks.scoring`).
+sample took twice as long (`benchmarks.scoring`). The lines that wait are in one buffer for each file: as separate
+objects, they cost 2.7 page faults a sample, which took longer than the encoding.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
-from reward_loop._util.json import decode, encode_fast, to_json
+from reward_loop._util.json import decode, encode_line, to_json
 from reward_loop._util.text import cut
 from reward_loop.errors import BudgetSpentError
 from reward_loop.records.active import ActiveSample
@@ -74,19 +75,17 @@ _SCALARS = (int, float, NoneType)
 UNFINISHED = "no answer when the sample ended"
 
 
-class _Record(NamedTuple):
-    """Encoded lines."""
+class _Waiting:
+    """The lines that wait to be written, in the order of their arrival."""
 
-    row: bytes
-    """With a line end, unless it gets the places of its texts."""
-    text: bytes = b""
-    exchanges: bytes = b""
-    has_places: bool = False
-    is_event: bool = False
-
-    @property
-    def size(self) -> int:
-        return len(self.row) + len(self.text) + len(self.exchanges)
+    def __init__(self) -> None:
+        self.rows, self.texts, self.exchanges, self.events = bytearray(), bytearray(), bytearray(), bytearray()
+        self.sizes: list[tuple[int, int, int, bool]] = []
+        """The size of each row, of its texts and of its exchanges, and whether it says where these are."""
+        self.size = 0
+        """The size of all lines in bytes."""
+        self.written: list[threading.Event] = []
+        """Set when the lines are written."""
 
 
 class Records:
@@ -106,9 +105,10 @@ class Records:
         self.exchange_counts = ExchangeCounts()
         """The exchanges of the training samples that were recorded here."""
         self._ids = map((self.path.stem + "-{}").format, itertools.count())
-        self._waiting: deque[_Record | threading.Event] = deque()
-        self._waiting_size = 0
-        self._size_lock = threading.Lock()
+        self._waiting = _Waiting()
+        self._writing_size = 0
+        """The size in bytes of the lines that the thread has taken and not written yet."""
+        self._waiting_lock = threading.Lock()
         self._drops = False
         self._has_records = threading.Event()
         self._write_now = threading.Event()
@@ -136,10 +136,10 @@ class Records:
         texts = requests = b""
         if text is not None:
             text["id"] = name
-            texts = encode_record(text) + b"\n"
+            texts = encode_record(text)
             shared = {"version": VERSION, "sample": name, "uid": row.get("uid")}
-            requests = b"".join([encode_record({**shared, **exchange}) + b"\n" for exchange in exchanges])
-        self._queue(_Record(encode_record(row), texts, requests, has_places=True))
+            requests = b"".join([encode_record({**shared, **exchange}) for exchange in exchanges])
+        self._queue(encode_record(row), texts, requests, has_places=True)
 
     def write_sample(self, active: ActiveSample, result: RewardResult, full: float = 1.0) -> None:
         """Record a sample that has been scored; the result has its reward.
@@ -154,7 +154,7 @@ class Records:
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Queue rows that are not samples, so they have no ID, texts or exchanges."""
         for row in rows:
-            self._queue(_Record(encode_record(row) + b"\n"))
+            self._queue(encode_record(row))
 
     def write_advantages(self, step: int, advantages: Mapping[str, float | None]) -> None:
         """Record the step and the advantages of samples, by their uids: they add to the last earlier row of each.
@@ -224,14 +224,30 @@ class Records:
         self._write_event(new_row(OVERLAP, step=step, waiting_s=waiting_s, pending_s=pending_s))
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
-        self._queue(_Record(encode_record(event) + b"\n", is_event=True))
+        self._queue(encode_record(event), is_event=True)
 
-    def _queue(self, record: _Record) -> None:
-        size = record.size
-        with self._size_lock:
-            drops = self._waiting_size + size > MAX_WAITING
+    def _queue(
+        self,
+        row: bytes,
+        texts: bytes = b"",
+        exchanges: bytes = b"",
+        *,
+        has_places: bool = False,
+        is_event: bool = False,
+    ) -> None:
+        size = len(row) + len(texts) + len(exchanges)
+        with self._waiting_lock:
+            waiting = self._waiting
+            drops = self._writing_size + waiting.size + size > MAX_WAITING
             if not drops:
-                self._waiting_size += size
+                waiting.size += size
+                if is_event:
+                    waiting.events += row
+                else:
+                    waiting.rows += row
+                    waiting.texts += texts
+                    waiting.exchanges += exchanges
+                    waiting.sizes.append((len(row), len(texts), len(exchanges), has_places))
         # Dropped, not awaited: a full disk must not stop the training.
         if drops:
             if not self._drops:
@@ -240,7 +256,6 @@ class Records:
             self.files.lost += 1
             self.files.failure = self.files.failure or TimeoutError(f"{self.path} cannot be written fast enough")
             return
-        self._waiting.append(record)
         if not self._started:
             self._start()
         # `is_set` needs no lock, and `set` does: this is called for each sample.
@@ -249,13 +264,13 @@ class Records:
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
         """Wait until all queued records are written; return ``False`` if that takes longer than ``timeout`` seconds."""
-        if self._waiting:
+        if self._waiting.size:
             self._start()
         if not self._started:
-            return not self._waiting
+            return not self._waiting.size
         written = threading.Event()
-        # In the queue of the records: it is set once those before it are written.
-        self._waiting.append(written)
+        with self._waiting_lock:
+            self._waiting.written.append(written)
         self._write_now.set()
         self._has_records.set()
         return written.wait(timeout)
@@ -288,44 +303,54 @@ class Records:
             self._write_now.clear()
             # Before the records are taken: one that is queued in the meantime sets it again.
             self._has_records.clear()
-            items = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            found = [item for item in items if isinstance(item, _Record)]
-            for start in range(0, len(found), _CHUNK):
-                self._write_chunk(found[start : start + _CHUNK])
-            for item in items:
-                if isinstance(item, threading.Event):
-                    item.set()
+            with self._waiting_lock:
+                waiting, self._waiting = self._waiting, _Waiting()
+                self._writing_size = waiting.size
+            try:
+                self._write_rows(waiting)
+                if waiting.events:
+                    self.files.add_events(waiting.events)
+            except Exception as error:  # a bug must not end the thread
+                logger.exception("records of samples are lost")
+                self.files.failure = self.files.failure or OSError(f"{self.path} cannot be written: {error!r}")
+            with self._waiting_lock:
+                self._writing_size = 0
+                self._drops = self._drops and self._waiting.size > 0
+            for written in waiting.written:
+                written.set()
 
-    def _write_chunk(self, found: Sequence[_Record]) -> None:
-        try:
-            if rows := [record for record in found if not record.is_event]:
-                self._write_rows(rows)
-            if events := [record.row for record in found if record.is_event]:
-                self.files.add_events(events)
-        except Exception as error:  # a bug must not end the thread
-            logger.exception("records of samples are lost")
-            self.files.failure = self.files.failure or OSError(f"{self.path} cannot be written: {error!r}")
-        # Also in the thread: `-=` on an attribute is not atomic.
-        with self._size_lock:
-            self._waiting_size -= sum(record.size for record in found)
-            self._drops = self._drops and self._waiting_size > 0
-
-    def _write_rows(self, found: Sequence[_Record]) -> None:
-        texts = self.files.add_texts(TEXTS, [record.text for record in found])
-        exchanges = self.files.add_texts(EXCHANGES, [record.exchanges for record in found])
-        self.files.add_rows([*map(_with_places, found, texts, exchanges)])
-
-
-def _with_places(record: _Record, text: TextPlace | None, exchange: TextPlace | None) -> bytes:
-    """Return the line of a row, with the places of its texts as its last fields."""
-    if not record.has_places:
-        return record.row
-    return record.row[:-1] + f",{_place('text', text)},{_place('exchange', exchange)}}}\n".encode()
+    def _write_rows(self, waiting: _Waiting) -> None:
+        rows, texts, exchanges = memoryview(waiting.rows), memoryview(waiting.texts), memoryview(waiting.exchanges)
+        left = iter(waiting.sizes)
+        while chunk := [*itertools.islice(left, _CHUNK)]:
+            row_sizes, text_sizes, exchange_sizes, has_places = zip(*chunk, strict=True)
+            end, text_end, exchange_end = sum(row_sizes), sum(text_sizes), sum(exchange_sizes)
+            text_places = _places("text", self.files.add_texts(TEXTS, texts[:text_end]), text_sizes)
+            exchange_places = _places(
+                "exchange", self.files.add_texts(EXCHANGES, exchanges[:exchange_end]), exchange_sizes
+            )
+            taken, begin = bytes(rows[:end]), 0
+            lines: list[bytes] = []
+            for size, text, exchange, has in zip(row_sizes, text_places, exchange_places, has_places, strict=True):
+                if has:  # the places are the last fields of the row
+                    lines += (taken[begin : begin + size - 2], f",{text},{exchange}}}\n".encode())
+                else:
+                    lines.append(taken[begin : begin + size])
+                begin += size
+            self.files.add_rows(b"".join(lines), len(chunk))
+            rows, texts, exchanges = rows[end:], texts[text_end:], exchanges[exchange_end:]
 
 
-def _place(kind: str, place: TextPlace | None) -> str:
-    file, offset, size = ("null", "null", "null") if place is None else (f'"{place.file}"', place.offset, place.bytes)
-    return f'"{kind}_file":{file},"{kind}_offset":{offset},"{kind}_bytes":{size}'
+def _places(kind: str, first: TextPlace | None, sizes: Sequence[int]) -> Iterator[str]:
+    """Yield the fields of each row that say where its texts are: one after another from the first place on."""
+    nowhere = f'"{kind}_file":null,"{kind}_offset":null,"{kind}_bytes":null'
+    if first is None:
+        yield from itertools.repeat(nowhere, len(sizes))
+        return
+    offset = first.offset
+    for size in sizes:
+        yield f'"{kind}_file":"{first.file}","{kind}_offset":{offset},"{kind}_bytes":{size}' if size else nowhere
+        offset += size
 
 
 def new_row(kind: str, **fields: Any) -> dict[str, Any]:
@@ -535,13 +560,13 @@ def hide(secret: str) -> None:
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes:
-    """Return a record as JSON, without the keys passed to `hide`.
+    """Return a record as a line of JSON, without the keys passed to `hide`.
 
     Lone surrogates, which many readers reject, become text such as ``\\ud800``. If the record cannot be encoded, only
     its scalar fields are, and the field ``record_error`` says why.
     """
     try:
-        line = encode_fast(record)  # it rejects them; to search for them would take longer than to encode the record
+        line = encode_line(record)  # it rejects them; to search for them would take longer than to encode the record
     except TypeError:
         line = _encode_slowly(record)
     for pattern in tuple(_secrets.values()):  # other threads may add keys
@@ -555,7 +580,7 @@ def _encode_slowly(record: Mapping[str, Any]) -> bytes:
     except Exception as error:  # a value whose str() raises, or a value that contains itself
         kept = {key: value for key, value in record.items() if isinstance(value, str | int | float | None)}
         line = to_json({**kept, "record_error": f"{type(error).__name__}: {error}"})
-    return _LONE_SURROGATE.sub(rb"\1\\\\\2", line)
+    return _LONE_SURROGATE.sub(rb"\1\\\\\2", line) + b"\n"
 
 
 def cleaned(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -330,7 +330,7 @@ class ScoringFunction(UserFunction):
     """Calls the user's reward function for single samples, with a deadline, retries and limits.
 
     ``await function(sample)`` returns a `RewardResult`. An exception in the user's code, a passed deadline and an
-    invalid return value become *failed* results. Cancellation, Ctrl-C and the errors listed at `__call__` propagate.
+    invalid return value become *failed* results. Cancellation and Ctrl-C propagate.
 
     Async functions are awaited on the event loop. Sync functions run in daemon threads, or in worker processes; if a
     sync function returns an awaitable, it is awaited on the event loop.
@@ -353,10 +353,7 @@ class ScoringFunction(UserFunction):
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
     ) -> RewardResult:
-        """Score one sample.
-
-        Raises:
-        """
+        """Score one sample."""
         if (problem := self._target.problem(sample)) is not None:
             return not_called(sample, problem)
         outcome = await self._call((sample,), reward_router_address, reward_model_tokenizer)

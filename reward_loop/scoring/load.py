@@ -34,7 +34,7 @@ def load_function(path: str, name: str | None = None) -> Any:
             selects an attribute: ``judge.score``.
 
     Returns:
-        The object itself: a function, a callable object, or a class or instance with ``compute_score``.
+        the object itself, which is a function, a callable object, or a class or instance with ``compute_score``.
 
     Raises:
         FunctionLoadError: the function cannot be found or imported, or is not callable.

@@ -23,7 +23,7 @@ from reward_loop.errors import (
     describe,
 )
 from reward_loop.processes.outcome import CallOutcome, cause_of, describe_exception
-from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample
+from reward_loop.types import PART_KEYS, RESERVED_KEYS, Outcome, RewardResult, RewardSample, finite_number
 
 _MAX = (2 - 2**-23) * 2.0**127
 """The largest finite float32. Trainers store rewards in float32, where a larger score would become infinite."""
@@ -243,7 +243,7 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
     Checks:
 
     - The result has a score exactly if its outcome is *scored*.
-    - The score is finite in float32. A sum of several finite scores can overflow.
+    - The score is a number that is finite in float32, and becomes a float. A sum of finite scores can overflow.
     - Dense rewards are finite numbers, one for each response token or turn of the policy. Arrays become lists.
 
     An unscored or failed result without an exception gets one, for the policy ``raise``.
@@ -254,9 +254,12 @@ def check_result(sample: RewardSample, result: RewardResult) -> RewardResult:
         return failed_after(result, InvalidScoreError(problem, sample=sample))
     if result.score is None:
         return _with_exception(sample, result)
-    if not -_MAX <= result.score <= _MAX:
-        problem = f"its score is {result.score:g}, which is not finite in float32"
+    number = result.score if type(result.score) is float else finite_number(result.score)
+    if number is None or not -_MAX <= number <= _MAX:
+        problem = f"its score is {shorten(result.score)}, which is not finite in float32"
         return failed_after(result, InvalidScoreError(problem, sample=sample))
+    if number is not result.score:  # of a manager of the user: trainers may not take a bool
+        result = replace(result, score=number)
     if PART_KEYS.isdisjoint(result.extra_info):
         return result
     for name in PART_KEYS & result.extra_info.keys():

@@ -5,8 +5,8 @@ Each cause is repeated in one place only:
 ============================================== ==================================== ===================================
 Cause                                          Repeated by                          Bound
 ============================================== ==================================== ===================================
-A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), on   ``max_attempts`` of the router and
-router, and another one is up                  another server                       its retry budget
+A server answered nothing, 429 or 5xx to the   the router (`router/proxy.py`), on   four servers
+router, and another one is up                  another server
 A connection to ``host:port`` was lost         `client/http.py`, the request        once
 408, 409, 425, 5xx, or an unusable answer, to  the client (`client/http.py`),       ``retry.max_attempts`` requests, or
 a request of `reward_loop.client`              the request                          ``attempts`` of a `Judge`
@@ -18,7 +18,8 @@ The judge cannot be reached                    the function, after the outage   
 504, or its page, again and again
 Another transient error of the function: of    the function                         ``retry.max_attempts`` calls within
 its own client, `TransientError`                                                    ``retry.max_seconds``
-A reward worker died                           verl/reward_workers.py: the sample   ``MAX_TASK_RETRIES``
+A reward worker died                           `verl/workers/reward_workers.py`,    ``MAX_TASK_RETRIES``
+                                               the sample
 ============================================== ==================================== ===================================
 
 What one place has repeated as often as allowed, no other repeats: such a `RequestError` is ``final``. Also final is an

@@ -149,11 +149,11 @@ class RewardModelManager:
         gpus: for the placement ``ray``, the reservation of GPUs (``GpuReservation``); by default, any free GPUs in Ray.
         trusted_addresses: see `RouterConfig.trusted_addresses`.
 
-    Entering raises:
-        ConfigError: there is no model at `model_path`, its kind differs from the configured kind, an option is not
-            valid for the engine, the port is in use, there are too few GPUs, or the placement is ``colocated``.
-        ServerStartError: Ray did not have enough free resources in time; or a server or the router did not become
-            ready, and the message shows the end of its log.
+    Raises:
+        ConfigError: on entry: there is no model at `model_path`, its kind differs from the configured kind, an option
+            is not valid for the engine, the port is in use, there are too few GPUs, or the placement is ``colocated``.
+        ServerStartError: on entry: Ray did not have enough free resources in time; or a server or the router did not
+            become ready, and the message shows the end of its log.
     """
 
     def __init__(

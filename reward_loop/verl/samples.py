@@ -42,7 +42,12 @@ GENERATED = "generated"
 the prompt: verl's replay buffer raises an error for a status that it does not know."""
 
 JUDGED = "judged"
-"""Tag of a trajectory whose reward is written: the times at which judging began and at which the reward was written."""
+"""Tag of a trajectory whose reward is written: ``True``. Only messages and the stall timeout read it, since it can get
+lost: TransferQueue reads the tags of a row before each write of a field, and writes these tags back after it. Here, the
+trainer writes log-probabilities while the reward arrives."""
+
+JUDGING_TIMES = "judging_times"
+"""Key of a trajectory's ``extra_fields``: when judging began, and when the reward had arrived."""
 
 FAILURE = "error"
 """Tag of a prompt: the latest session that failed without a trajectory, and its error; ``None`` after a resume."""
@@ -177,7 +182,7 @@ class VerlSamples:
         function, records = self._manager.function, self._manager.records
         takes = function.takes if function is not None else ()
         responses = data.batch["responses"]
-        row = last_row(data)
+        row = last_row(data, responses)
         ids = _response(responses, data.batch, row.get("response_len"))
         solution = await self._decoder.decode(ids)
         turns, lengths = None, row.get(TURNS)
@@ -215,7 +220,7 @@ class VerlSamples:
 
     def undecoded(self, data: Any) -> dict[str, Any]:
         """Return the fields of the sample in a ``DataProto`` that need no tokenizer and no function."""
-        return _common(last_row(data), self._mode)
+        return _common(last_row(data, data.batch["responses"]), self._mode)
 
     def to_reward(self, result: RewardResult) -> Reward:
         """Return verl's dict of a result.
@@ -284,12 +289,12 @@ def _common(row: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
     }
 
 
-def last_row(data: Any) -> dict[str, Any]:
-    """Return the non-tensor fields of the last row of a ``DataProto``.
+def last_row(data: Any, responses: Any) -> dict[str, Any]:
+    """Return the non-tensor fields of the last row of a ``DataProto`` with these ``responses``.
 
     A single item, whose responses are one-dimensional, is that row.
     """
-    if data.batch["responses"].ndim == 1:
+    if responses.ndim == 1:
         return dict(data.non_tensor_batch)
     # As in verl: the reward of a rollout with several sequences is that of its last one.
     return {name: column[-1] for name, column in data.non_tensor_batch.items()}

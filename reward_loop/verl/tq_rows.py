@@ -25,7 +25,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.protocol import DataProto
 
 from reward_loop.types import Reward, RewardResult
-from reward_loop.verl.samples import FAILURE, TURNS, VALIDATE, final_outputs, session_of, uid_of
+from reward_loop.verl.samples import FAILURE, JUDGING_TIMES, TURNS, VALIDATE, final_outputs, session_of, uid_of
 
 MASKS = ("response_mask", "loss_mask")
 """The fields that mark which tokens of a response are trained on."""
@@ -208,7 +208,11 @@ def read_sessions(batch: Any) -> tuple[list[str], list[DataProto]]:
         sessions[session_of(key)[0]].append(key)
     for keys in sessions.values():
         keys.sort(key=session_of)
-    samples = [_as_data_proto([outputs[key] for key in keys], batch.partition_id) for keys in sessions.values()]
+    samples = [
+        # Workers tell the members of a group apart by it, and an agent loop manager of the user may not write it.
+        _as_data_proto([{"session_id": name.rsplit("_", 1)[1], **outputs[key]} for key in keys], batch.partition_id)
+        for name, keys in sessions.items()
+    ]
     return [keys[-1] for keys in sessions.values()], samples
 
 
@@ -254,6 +258,8 @@ class TrajectoryReward:
     """The number of tokens of the response."""
     session: str | None = None
     """The session, for messages."""
+    judging: tuple[float, float] | None = None
+    """When judging began, and when the reward had arrived; ``None`` if the agent loop worker did not request it."""
     result: RewardResult = field(init=False)
     """The result of scoring. A sample without an outcome got its score from the agent loop."""
 
@@ -274,7 +280,8 @@ def read_rewards(batch: Any) -> dict[str, TrajectoryReward]:
     for key, extra, scores in zip(keys, columns["extra_fields"], columns["rm_scores"], strict=True):
         # One score for each token of the response.
         info, tokens = extra.get(INFO) or {}, len(scores)
-        rewards[key] = TrajectoryReward(info, float(scores.sum()), tokens, session_of(key)[0])
+        session = session_of(key)[0]
+        rewards[key] = TrajectoryReward(info, float(scores.sum()), tokens, session, extra.get(JUDGING_TIMES))
     return rewards
 
 

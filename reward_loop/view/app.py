@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reward_loop._util.api_keys import has_key
+from reward_loop._util.api_keys import CHALLENGE, has_key
 from reward_loop._util.json import encode
 from reward_loop._util.web_server import is_known_host, own_names
 from reward_loop.errors import ConfigError, RewardLoopError
@@ -169,7 +169,7 @@ def create_app(index: Index) -> FastAPI:
     def steps(validate: bool = False) -> Response:
         # Routes run in threads, and the reader of phases keeps its place in the files.
         with reading:
-            known = {} if validate else times.steps()
+            known = {} if validate else times.steps(questions.resumed(index))
         warnings: dict[Any, list[str]] = defaultdict(list)
         for warning in () if validate else read_health(index.folder):
             if warning["step"] is not None:
@@ -336,7 +336,8 @@ class Guard:
         # Starlette decodes headers as Latin-1.
         if self._is_key(cookie) or has_key(headers.get("authorization", "").encode("latin-1"), self._key.encode()):
             return None
-        return JSONResponse({"error": "This server needs its key: open /?key=KEY, or send it as a bearer token."}, 401)
+        message = "This server needs its key: open /?key=KEY, or send it as a bearer token."
+        return JSONResponse({"error": message}, 401, CHALLENGE)
 
     def _is_key(self, given: str) -> bool:
         assert self._key is not None

@@ -127,35 +127,25 @@ def test_the_proxy_of_an_address(monkeypatch, proxies, name, url, proxy):
 
 
 @pytest.mark.parametrize(
-    ("no_proxy", "url"),
+    ("no_proxy", "url", "by_proxy"),
     [
-        ("10.0.0.0/8,\tfd00::/8", "http://[fd00::1]:80"),
-        ("10.0.0.0/255.0.0.0", "http://10.2.3.4"),
-        ("10.0.0.0/8", "http://[::ffff:10.2.3.4]:80"),
-        (".corp", "http://JUDGE.Corp"),
-        ("*", "http://judge.corp"),
-        ("judge.corp:8000", "http://judge.corp:8000"),
-        ("", "http://localhost.:8000"),
-        ("", "http://[::ffff:127.0.0.1]:8000"),
+        ("10.0.0.0/8,\tfd00::/8", "http://[fd00::1]:80", False),
+        ("10.0.0.0/255.0.0.0", "http://10.2.3.4", False),
+        ("10.0.0.0/8", "http://[::ffff:10.2.3.4]:80", False),
+        (".corp", "http://JUDGE.Corp", False),
+        ("*", "http://judge.corp", False),
+        ("judge.corp:8000", "http://judge.corp:8000", False),
+        ("", "http://localhost.:8000", False),
+        ("", "http://[::ffff:127.0.0.1]:8000", False),
+        (".corp", "http://xcorp", True),
+        ("[fd00::1]:8000", "http://[fd00::1]:8001", True),
+        ("0.0.0.0/0", "http://[fd00::1]", True),
+        ("10.0.0.0/99", "http://10.2.3.4", True),
     ],
 )
-def test_forms_of_no_proxy(monkeypatch, proxies, no_proxy, url):
+def test_forms_of_no_proxy(monkeypatch, proxies, no_proxy, url, by_proxy):
     monkeypatch.setenv("NO_PROXY", no_proxy)
-    assert proxy_of(url) is None
-
-
-@pytest.mark.parametrize(
-    ("no_proxy", "url"),
-    [
-        (".corp", "http://xcorp"),
-        ("[fd00::1]:8000", "http://[fd00::1]:8001"),
-        ("0.0.0.0/0", "http://[fd00::1]"),
-        ("10.0.0.0/99", "http://10.2.3.4"),
-    ],
-)
-def test_what_no_proxy_does_not_include(monkeypatch, proxies, no_proxy, url):
-    monkeypatch.setenv("NO_PROXY", no_proxy)
-    assert proxy_of(url) == "http://proxy:3128"
+    assert proxy_of(url) == ("http://proxy:3128" if by_proxy else None)
 
 
 def test_the_proxy_is_an_http_proxy(monkeypatch, proxies):

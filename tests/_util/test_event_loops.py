@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
@@ -12,7 +13,26 @@ from typing import Any
 import pytest
 
 from reward_loop._util import event_loops
-from reward_loop._util.event_loops import in_background
+from reward_loop._util.event_loops import in_background, line_on_loop
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_collection_runs_while_python_lists_its_threads(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """It stopped the whole process, without a message: python/cpython#106883."""
+    of_python, collects = sys._current_frames, []
+
+    def frames() -> Any:
+        collects.append(gc.isenabled())
+        return of_python()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert line_on_loop(threading.get_ident()) is not None
+        assert (collects, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_the_context_is_entered_and_left_in_another_thread() -> None:
@@ -33,24 +53,8 @@ def test_the_context_is_entered_and_left_in_another_thread() -> None:
     assert not threads[0].is_alive()
 
 
-def test_errors_at_entry_and_exit_are_raised_in_the_callers_thread() -> None:
-    @asynccontextmanager
-    async def failing(at: str) -> AsyncIterator[None]:
-        if at == "entry":
-            raise ValueError("at entry")
-        try:
-            yield
-        finally:
-            raise ValueError("at exit")
-
-    with pytest.raises(ValueError, match="at entry"), in_background(lambda: failing("entry"), name="x"):
-        raise AssertionError("not reached")
-    with pytest.raises(ValueError, match="at exit"), in_background(lambda: failing("exit"), name="x"):
-        pass
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_errors_that_are_no_exceptions_are_raised_in_the_callers_thread_too(kind: type[BaseException]) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_errors_of_all_kinds_are_raised_in_the_callers_thread(kind: type[BaseException]) -> None:
     @asynccontextmanager
     async def failing(at: str) -> AsyncIterator[None]:
         if at == "entry":
@@ -64,23 +68,27 @@ def test_errors_that_are_no_exceptions_are_raised_in_the_callers_thread_too(kind
     def construct() -> Any:
         raise kind("at construction")
 
-    async def fails_in_a_task() -> None:
+    for new, where in ((construct, "construction"), (lambda: failing("entry"), "entry")):
+        with pytest.raises(kind, match=f"at {where}"), in_background(new, name="x"):
+            raise AssertionError("not reached")
+    if kind is not asyncio.CancelledError:  # at the end, that is the cancellation itself
+        with pytest.raises(kind, match="at exit"), in_background(lambda: failing("exit"), name="x"):
+            pass
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_ends_the_loop_in_a_task_is_raised_in_the_callers_thread(kind: type[BaseException]) -> None:
+    async def fails() -> None:
         raise kind("in a task")
 
     @asynccontextmanager
     async def with_a_task() -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(fails_in_a_task())
+        task = asyncio.create_task(fails())
         task.add_done_callback(lambda task: task.exception())  # retrieves it: otherwise asyncio logs it
         yield task
 
-    for new, where in ((construct, "construction"), (lambda: failing("entry"), "entry")):
-        with pytest.raises(kind, match=f"at {where}"), in_background(new, name="x"):
-            raise AssertionError("not reached")
-    if kind is asyncio.CancelledError:  # at the end, that is the cancellation itself
-        return
-    for new, where in ((lambda: failing("exit"), "at exit"), (with_a_task, "in a task")):
-        with pytest.raises(kind, match=where), in_background(new, name="x"):
-            pass
+    with pytest.raises(kind, match="in a task"), in_background(with_a_task, name="x"):
+        pass
 
 
 def test_code_that_blocks_the_loop_does_not_block_the_end(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from reward_loop import ConfigError, RewardSample, ScoringFunction, limit
-from reward_loop.client import Judge, Number, chat_complete, classify, score
+from reward_loop.client import Judge, Number, classify
 from reward_loop.config import RewardLoopConfig, parse
 from reward_loop.testing import FakeJudge, Status
 
@@ -20,20 +20,12 @@ async def error_of(function: Any, address: str | None = None) -> str:
     return result.error
 
 
-async def by_chat(reward_router_address: str) -> float:
-    return float((await chat_complete(reward_router_address, "x")).text)
-
-
 async def by_judge(reward_router_address: str) -> Any:
     return (await judge(reward_router_address, answer="x")).reward()
 
 
 async def by_classify(reward_router_address: str) -> Any:
     return await classify(reward_router_address, "x")
-
-
-async def by_score(reward_router_address: str) -> Any:
-    return await score(reward_router_address, "x", ["y"])
 
 
 async def with_a_wrong_field() -> Any:
@@ -45,7 +37,7 @@ def in_an_unknown_place() -> float:
         return 1.0
 
 
-@pytest.mark.parametrize("function", [by_chat, by_judge, by_classify, by_score])
+@pytest.mark.parametrize("function", [by_judge, by_classify])
 async def test_an_error_of_our_client_shows_the_line_that_called_it(function: Any) -> None:
     async with FakeJudge() as server:
         server.script(Status(400))

@@ -76,14 +76,10 @@ class FailingHeaders(Exception):
 TRANSIENT = [
     ConnectionResetError(),
     TimeoutError(),
-    socket.timeout(),  # noqa: UP041
     asyncio.IncompleteReadError(b"", 1),
     aiohttp.ServerDisconnectedError(),
     aiohttp.ClientPayloadError(),
-    aiohttp.ServerTimeoutError(),
-    httpx.ConnectError("no"),
     httpx.ReadTimeout("no"),
-    httpx.RemoteProtocolError("no"),
     APITimeoutError(),
     urllib.error.URLError(ConnectionRefusedError()),
     TransientError("the judge is warming up"),
@@ -91,7 +87,6 @@ TRANSIENT = [
     *(aiohttp_status(status) for status in (408, 409, 425, 429, 500, 503)),
     httpx_status(429),
     APIStatusError(529),
-    raised_from(httpx_status(502)),
     raised_from(httpx_status(503), ValueError("bad reply")),
     raised_from(httpx_status(503), httpx.UnsupportedProtocol("no")),
     raised_from(httpx_status(401), TransientError("the key is about to be renewed")),
@@ -99,16 +94,11 @@ TRANSIENT = [
 PERMANENT = [
     RequestError("not found", status=404),
     ValueError("no"),
-    KeyError("score"),
     aiohttp_status(400),
-    aiohttp_status(404),
     httpx_status(401),
-    APIStatusError(422),
     raised_from(httpx_status(403)),
     aiohttp.InvalidURL("http//judge"),
     httpx.UnsupportedProtocol("no"),
-    httpx.InvalidURL("no"),
-    AssertionError(),
     SystemExit(1),
     raised_from(httpx_status(401), ConnectionError("judge")),
     raised_from(RequestError("not found", status=404), TimeoutError("judge")),
@@ -125,6 +115,7 @@ def test_transient_errors(error):
     assert is_transient(error)
 
 
+KEY = types.SimpleNamespace(host="judge", port=443, is_ssl=True, ssl=True)
 JOINED = "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1, 0, 0), [Errno {}] x"
 
 
@@ -137,6 +128,7 @@ JOINED = "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1, 0, 0),
         (OSError(JOINED.format(24)), False),
         (OSError("the model wrote [Errno]"), False),
         (OSError(24, "Too many open files"), False),
+        (aiohttp.ClientConnectorCertificateError(KEY, ssl.SSLCertVerificationError(1, "self-signed")), False),
     ],
     ids=repr,
 )
@@ -158,11 +150,9 @@ def test_errors_that_are_not_transient(error):
         (APIStatusError(429, **{"retry-after-ms": "250", "retry-after": "1"}), 0.25),
         (raised_from(APIStatusError(429, **{"retry-after": "2"})), 2),
         (TransientError("later", retry_after=3), 3),
-        (TransientError("never", retry_after=float("inf")), None),
         (TransientError("never", retry_after=10**400), None),
         (aiohttp_status(429, **{"Retry-After": "soon"}), None),
         (aiohttp_status(429), None),
-        (ValueError(), None),
         (FailingAttributes(), None),
         (FailingHeaders(), None),
         (group(httpx_status(429, **{"Retry-After": "3"}), ValueError(), httpx_status(503, **{"Retry-After": "7"})), 7),
@@ -183,7 +173,6 @@ def test_retry_after(error, seconds):
         (raised_from(group(TimeoutError())), True, False),
         (TransientError("as the function says"), True, False),
         (raised_from(httpx_status(429)), True, True),
-        (httpx_status(503), True, False),
     ],
 )
 def test_a_group_is_transient_if_all_its_errors_are(error, transient, refusal):

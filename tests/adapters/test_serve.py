@@ -150,12 +150,15 @@ async def test_requests_give_the_arguments_that_a_function_asks_for(name: str) -
     ],
 )
 async def test_requests_need_the_key(header: str | None, status: int) -> None:
+    challenge = "Bearer" if status == 401 else None
     async with client_of(key="kéy") as client:
         headers = {} if header is None else {"authorization": header.encode()}
         answer = await client.post("/score", json=BODY, headers=headers)  # type: ignore[arg-type]
-        assert answer.status_code == status
+        assert (answer.status_code, answer.headers.get("www-authenticate")) == (status, challenge)
         assert status == 200 or "bearer token" in answer.json()["error"]
-        assert [(await client.get(path)).status_code for path in ("/health", "/score")] == [200, 405]
+        assert (await client.get("/health")).status_code == 200
+        other = await client.get("/score")
+        assert (other.status_code, other.headers["allow"]) == (405, "POST")
 
 
 @pytest.mark.parametrize(

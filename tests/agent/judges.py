@@ -50,7 +50,3 @@ def numbered(count, start=0):
 
 def scores(rewards):
     return [reward["reward_score"] for reward in rewards]
-
-
-async def within(awaitable, seconds=30):
-    return await asyncio.wait_for(awaitable, seconds)

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from reward_loop import (
     RewardSample,
     RewardsCancelledError,
 )
-from tests.agent.judges import Gate, naive, numbered, scores, within
+from tests.agent.judges import Gate, naive, numbered, scores
+from tests.support.clock import within
 
 
 async def submit_to(agent):
@@ -299,7 +301,7 @@ def test_any_groups_in_any_order_every_sample_ends_once(data):
 
 
 class Judge:
-    """Takes the mean off each group's scores; returns too few of them, or no numbers, for scores of 99 and 98."""
+    """Takes the mean off each group's scores; returns too few of them for a score of 99."""
 
     async def compute_score(self, solution_str):
         return None if solution_str == "none" else float(solution_str)
@@ -307,8 +309,6 @@ class Judge:
     def post_process_scores(self, scores):
         if 99.0 in scores:
             return scores[1:]
-        if 98.0 in scores:
-            return [float("nan")] * len(scores)
         mean = sum(scores) / len(scores)
         return [score - mean for score in scores]
 
@@ -333,13 +333,47 @@ async def test_scored_samples_that_wait_for_their_group_are_not_in_flight():
         assert scores(await within(agent.submit(texts("1", "2", "3", "4"), group_size=4))) == [-1.5, -0.5, 0.5, 1.5]
 
 
-@pytest.mark.parametrize(("bad", "message"), [("99", "must return a list of 2 scores"), ("98", "not finite")])
-async def test_a_wrong_answer_of_post_processing_fails_the_scored_members(bad, message):
+@pytest.mark.parametrize("size", [None, 9], ids=["", "another size"])
+async def test_groups_of_one_name_are_apart_and_have_the_sizes_that_were_submitted(size):
+    """A name such as the index of the prompt returns in the next batch, whose samples are scored at the same time."""
+    judge, gate = Judge(), asyncio.Event()
+
+    async def compute_score(solution_str):
+        if solution_str == "3":
+            await gate.wait()
+        return float(solution_str)
+
+    judge.compute_score = compute_score
+    many = [RewardSample(text, group="q", group_size=size) for text in ("1", "3", "10", "30", "100", "300")]
+    async with RewardAgent(naive(judge)) as agent:
+        first, second = agent.submit(many[:4], group_size=2), agent.submit(many[4:], group_size=2)
+        assert scores(await within(second)) == [-100, 100]
+        gate.set()
+        assert scores(await within(first)) == [-1, 1, -10, 10]
+
+
+async def test_the_size_of_a_group_that_a_row_of_verl_names_is_not_that_of_a_single_sample():
+    class Manager:
+        needs_group = True
+
+        async def run_single(self, row):
+            seen.append({name: column[-1] for name, column in row.non_tensor_batch.items()})
+            return {"reward_score": 1.0, "reward_extra_info": {}}
+
+    seen = []
+    async with RewardAgent(Manager()) as agent:
+        await within(agent.submit([SimpleNamespace(non_tensor_batch={"uid": ["q"]})]))
+        await within(agent.submit([SimpleNamespace(non_tensor_batch={})]))
+        await within(agent.submit([SimpleNamespace(non_tensor_batch={"uid": ["q"]})] * 2, group_size=2))
+    assert [row.get("group_size") for row in seen] == [None, 1, 2, 2]
+
+
+async def test_a_wrong_answer_of_post_processing_fails_the_scored_members():
     async with RewardAgent(naive(Judge())) as agent:
-        rewards = await within(agent.submit(texts("1", "none", bad, "4", "6"), groups=[3, 2]))
+        rewards = await within(agent.submit(texts("1", "none", "99", "4", "6"), groups=[3, 2]))
     outcomes = [r["reward_extra_info"]["reward_outcome"] for r in rewards]
     assert outcomes == ["failed", "unscored", "failed", "scored", "scored"]
-    assert message in rewards[0]["reward_extra_info"]["reward_error"]
+    assert "must return a list of 2 scores" in rewards[0]["reward_extra_info"]["reward_error"]
     assert "u0" in rewards[0]["reward_extra_info"]["reward_error"]
     assert rewards[2]["reward_extra_info"]["reward_masked"]
     assert scores(rewards)[3:] == [-1, 1]

@@ -5,11 +5,7 @@ import pytest
 
 from reward_loop import ConfigError
 from reward_loop.agent import QueueCounts, RewardQueue, queue_metrics
-
-
-async def settle():
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.support.clock import settle, within
 
 
 class Producer:
@@ -33,6 +29,13 @@ class Producer:
             await self.judged.wait()
 
 
+async def finish(*producers):
+    for one in producers:
+        one.generated.set()
+        one.judged.set()
+    await within(asyncio.gather(*(one.task for one in producers)))
+
+
 async def test_a_full_queue_pauses_generation_and_nothing_is_dropped():
     queue = RewardQueue(capacity=2)
     first, second, third = (Producer(queue, 2), Producer(queue), Producer(queue))
@@ -42,11 +45,7 @@ async def test_a_full_queue_pauses_generation_and_nothing_is_dropped():
     await settle()
     # Its rollouts are being judged: there is room for two others.
     assert [one.has_places for one in (first, second, third)] == [True, True, True]
-    for one in (first, second, third):
-        one.generated.set()
-        one.judged.set()
-    async with asyncio.timeout(30):
-        await asyncio.gather(first.task, second.task, third.task)
+    await finish(first, second, third)
     metrics = queue.metrics(current_step=1)
     assert [metrics[f"reward_queue/{name}"] for name in ("produced", "consumed", "dropped", "size")] == [4, 4, 0, 0]
     assert metrics["reward_queue/wait_s"] > 0
@@ -67,10 +66,7 @@ async def test_the_oldest_rollouts_are_judged_first_and_a_number_at_a_time():
     producers[1].judged.set()
     await settle()
     assert [one.judging for one in producers] == [1, 1, 1, 0]
-    for one in producers:
-        one.judged.set()
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(one.task for one in producers))
+    await finish(*producers)
 
 
 async def test_a_request_for_more_than_the_capacity_waits_for_an_empty_queue():
@@ -78,11 +74,7 @@ async def test_a_request_for_more_than_the_capacity_waits_for_an_empty_queue():
     small, large, behind = Producer(queue), Producer(queue, 5), Producer(queue)
     await settle()
     assert (large.has_places, behind.has_places) == (False, False)
-    for one in (small, large, behind):
-        one.generated.set()
-        one.judged.set()
-    async with asyncio.timeout(30):
-        await asyncio.gather(small.task, large.task, behind.task)
+    await finish(small, large, behind)
     assert large.judging == 5
 
 
@@ -104,14 +96,8 @@ async def test_a_cancelled_producer_frees_its_places(state):
     cancelled.task.cancel()
     await settle()
     if before is not None:
-        before.generated.set()
-        before.judged.set()
-        await before.task
-    after = Producer(queue)
-    after.generated.set()
-    after.judged.set()
-    async with asyncio.timeout(30):
-        await after.task
+        await finish(before)
+    await finish(Producer(queue))
     metrics = queue.metrics(1)
     assert (metrics["reward_queue/size"], metrics["reward_queue/in_flight"]) == (0, 0)
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 import reward_loop
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction
-from reward_loop.client import chat_complete
-from reward_loop.errors import ConfigError
+from reward_loop.client import chat_complete, classify, score
+from reward_loop.errors import ConfigError, RequestError
 from reward_loop.testing import Answer, BadJson, Body, Drop, FakeJudge, Status
 
 
@@ -48,6 +49,34 @@ async def test_tokens_correct_the_estimate_of_a_limit_that_is_held() -> None:
         assert (await function(RewardSample("x"), reward_router_address=judge.address)).score == 1.0
         each = len(json.dumps(judge.requests[0].body).split()) + 2
     assert function.limits.tokens == 2 * each + len(json.dumps(judge.requests[-1].body).split()) + 2
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"total_tokens": 7},
+        {"prompt_tokens": 3, "completion_tokens": 4},
+        {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 7},  # with reasoning
+        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 5},
+        {"prompt_tokens": "3", "completion_tokens": 4.0},
+        {"input_tokens": 3, "output_tokens": 4, "total_tokens": "?"},
+        {"prompt_tokens": 3, "completion_tokens": 0, "completion_tokens_details": {"reasoning_tokens": 4}},
+        {"prompt_tokens": 3, "reasoning_tokens": 4},
+        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 1e300},
+    ],
+)
+async def test_tokens_count_where_the_answer_cannot_be_read(usage: dict[str, object]) -> None:
+    async def asks(reward_router_address: str) -> float:
+        for ask in (chat_complete, classify, partial(score, documents=["a"])):
+            with pytest.raises(RequestError):
+                await ask(reward_router_address, "?")
+        return 1.0
+
+    function = ScoringFunction(asks, options=RewardLoopConfig(retry={"max_attempts": 1}))  # type: ignore[arg-type]
+    async with FakeJudge() as judge:
+        judge.script(*(Body({"usage": usage}) for _ in range(3)))
+        assert (await function(RewardSample("x"), reward_router_address=judge.address)).error is None
+    assert function.limits.tokens == 21
 
 
 async def test_a_busy_judge_is_asked_again() -> None:

@@ -11,7 +11,7 @@ from reward_loop._util import retry_after
 from reward_loop.client import chat_complete
 from reward_loop.errors import RequestError
 from reward_loop.testing import FakeJudge, Status
-from tests.support.clock import until
+from tests.support.clock import hastened, until
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,6 @@ class Engine:
         await self._runner.cleanup()
 
 
-@pytest.mark.processes  # waits for seconds
 @pytest.mark.parametrize(("status", "is_url"), [(429, True), (503, False)])
 async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_url):
     async with Engine(status) as engine:
@@ -67,7 +66,7 @@ async def test_requests_wait_for_a_free_place_outside_the_deadline(status, is_ur
         # 64 calls of 0.5 s in 8 places take at least 4 s.
         options = RewardLoopConfig(timeout=3, retry={"max_attempts": 1})
         function = ScoringFunction(judge, options=options)
-        results = await asyncio.gather(*(function(RewardSample(str(number))) for number in range(64)))
+        results = await hastened(asyncio.gather(*(function(RewardSample(str(number))) for number in range(64))))
         assert Counter(str(result.outcome) for result in results) == {"scored": 64}
         assert max(result.wait_s for result in results) > 3
 
@@ -82,12 +81,12 @@ async def test_a_server_that_is_full_of_the_requests_of_others_is_asked_again_af
             engine.now = 0
 
         leaving = asyncio.create_task(leave())
-        assert (await chat_complete(engine.address, "second")).text == "1"
+        assert (await hastened(chat_complete(engine.address, "second"))).text == "1"
         await leaving
 
 
 async def test_a_request_that_is_refused_whatever_the_load_ends(monkeypatch):
-    monkeypatch.setattr(retry_after, "LONGEST_S", 0.1)
+    monkeypatch.setattr(retry_after, "LONGEST_S", 0.01)
     async with FakeJudge() as server:
         server.script(*[Status(503)] * 20)
         with pytest.raises(RequestError, match="status 503"):

@@ -253,6 +253,7 @@ def asked_in_a_thread(reward_router_address: str) -> float | None:
     return asyncio.run(asked(reward_router_address))
 
 
+@pytest.mark.processes  # the pause is longer than a second
 @pytest.mark.parametrize("function", [asked, asked_in_a_thread])
 async def test_the_pause_between_two_requests_does_not_count_towards_the_deadline(function: Any) -> None:
     async with FakeJudge("Score: 7") as server:

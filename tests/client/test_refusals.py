@@ -15,6 +15,7 @@ from reward_loop import Outcome, RewardLoopConfig, RewardLoopError, RewardResult
 from reward_loop._util import retry_after
 from reward_loop.client import chat_complete
 from reward_loop.config import RetryConfig
+from tests.support.clock import hastened
 
 ANSWER = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}]}
 
@@ -123,6 +124,6 @@ async def test_a_refusal_for_want_of_money_stops_the_run_after_one_request(
 )
 async def test_a_pause_that_only_the_body_names_is_waited_for(client: Any, body: str, service: Any) -> None:
     service.refusals = [body] * 2
-    assert (await scored(client, service)).score == 1
+    assert (await hastened(scored(client, service))).score == 1
     assert len(service.times) == 3
     assert min(later - sooner for sooner, later in zip(service.times, service.times[1:], strict=False)) >= 0.3

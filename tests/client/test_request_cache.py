@@ -42,6 +42,15 @@ async def test_answers_without_a_usable_reply_are_asked_for_again(tmp_path: Path
         assert (await judge(tmp_path / "c")(server.address, answer="4")).score == 7.0
 
 
+@pytest.mark.parametrize("end", [{"finish_reason": None}, {"finish_reason": "stop", "error": {"message": "gone"}}])
+async def test_a_reply_that_the_server_did_not_end_is_asked_for_again(tmp_path: Path, end: dict[str, object]) -> None:
+    """Otherwise its sample would have no score in all later runs."""
+    with FakeJudge("Score: 7") as server:
+        server.script(Body({"choices": [{"message": {"content": "Sco"}, **end}]}))
+        assert (await judge(tmp_path / "c")(server.address, answer="4")).score is None
+        assert (await judge(tmp_path / "c")(server.address, answer="4")).score == 7.0
+
+
 async def test_a_stored_answer_needs_no_permit_and_is_recorded(tmp_path: Path) -> None:
     options = RewardLoopConfig.model_validate({"limits": {"judge": {"requests_per_minute": 1, "max_wait": 0.01}}})
     asked = judge(tmp_path / "c", limit="judge")
@@ -62,8 +71,8 @@ async def test_a_stored_answer_needs_no_permit_and_is_recorded(tmp_path: Path) -
 async def test_many_samples_share_a_file(tmp_path: Path) -> None:
     judges = [judge(tmp_path / "c") for _ in range(4)]
     with FakeJudge("Score: 7") as server:
-        asked = [judges[i % 4](server.address, answer=str(i % 16)) for i in range(64)]
-        assert [one.score for one in await asyncio.gather(*asked)] == [7.0] * 64
+        asked = [judges[i % 4](server.address, answer=str(i % 8)) for i in range(32)]
+        assert [one.score for one in await asyncio.gather(*asked)] == [7.0] * 32
         count = len(server.requests)
         assert (await judge(tmp_path / "c")(server.address, answer="3")).score == 7.0
         assert len(server.requests) == count

@@ -7,6 +7,7 @@ none: the judge is then asked again.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -300,17 +301,21 @@ UNITS = [
 ]  # fmt: skip
 
 
+NOISE_S = 0.01
+"""Below, noise is larger than what is measured."""
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_the_time_for_a_long_reply_is_linear_in_its_length(unit: str) -> None:
-    body = unit * (100_000 // len(unit.encode("utf-8", "surrogatepass")))
+    body = unit * (50_000 // len(unit.encode("utf-8", "surrogatepass")))
     for head, tail in (('{"a": "', "\nScore: 8 [[A]]"), ("It is good.\n<verdict>8</verdict>", "")):
         for verdict in (NUMBER, TAG, ALONE, JSON, FORMATS["pattern"]):
             seconds = _seconds(verdict, head + body + tail)
-            if seconds > 0.02:  # below, noise is larger than what is measured
+            if seconds > NOISE_S:
                 # Linear code takes 4 times as long for 4 times the text, quadratic code 16 times. Both are measured
                 # in this process, so the speed of the machine cancels out.
-                quarter = _seconds(verdict, head + body[: len(body) // 4] + tail)
-                assert seconds < 8 * quarter + 0.02, (verdict, head, tail, seconds, quarter)
+                quarter = _seconds(verdict, head + body[: len(body) // 4] + tail, at_least_s=0)
+                assert seconds < 8 * quarter + NOISE_S, (verdict, head, tail, seconds, quarter)
 
 
 @pytest.mark.parametrize(
@@ -326,9 +331,10 @@ def test_no_long_reply_takes_minutes(head: str, unit: str, tail: str) -> None:
         assert time.thread_time() - started < 20, verdict
 
 
-def _seconds(verdict: Verdict, reply: str) -> float:
-    times = []
-    for _ in range(3):  # of this thread only; the best of three, since the first may compile and fill caches
+def _seconds(verdict: Verdict, reply: str, at_least_s: float = NOISE_S) -> float:
+    """Seconds of this thread: the best of three, since the first may fill caches, or the first below `at_least_s`."""
+    times: list[float] = []
+    while len(times) < 3 and min(times, default=math.inf) >= at_least_s:
         started = time.thread_time()
         read(verdict, reply)
         times.append(time.thread_time() - started)

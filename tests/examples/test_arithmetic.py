@@ -33,7 +33,7 @@ from examples.arithmetic.models import (
     wrong_answer,
 )
 from examples.arithmetic.report import Report, read_report
-from examples.tiny_models import tiny_tokenizer
+from examples.tiny_models import IM_END, tiny_tokenizer
 from examples.training import write_dataset
 from reward_loop import NaiveRewardLoopManager, RewardAgent, RewardSample
 from reward_loop.records.trainer_events import HealthRecords
@@ -113,6 +113,7 @@ def test_a_reward_model_that_accepts_wrong_answers_is_refused(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_the_chat_template_puts_the_answer_directly_after_the_question() -> None:
     question = {"role": "user", "content": "37+85="}
     ids = tokenizer().apply_chat_template([question], add_generation_prompt=True, return_dict=False)
@@ -121,6 +122,7 @@ def test_the_chat_template_puts_the_answer_directly_after_the_question() -> None
     assert whole == "37+85=122<|im_end|>"
 
 
+@pytest.mark.integration
 def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -144,6 +146,7 @@ def test_models_are_made_once_for_a_recipe(tmp_path: Path) -> None:
     assert judge.model.norm.weight.tolist() != policy.model.norm.weight.tolist()  # trained further
 
 
+@pytest.mark.integration
 def test_an_answer_is_right_up_to_its_first_wrong_token() -> None:
     problem = Problem(37, 85)
     answers = models._Answers(tokenizer(), [(problem, text) for text in ("122", "12", "132", "")])
@@ -159,13 +162,20 @@ def router() -> Iterator[FakeJudge]:
         yield fake
 
 
+class PlainTokenizer:
+    """The chat template alone, without the import of transformers."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], tokenize: bool) -> str:
+        return "".join(message["content"] for message in conversation) + IM_END
+
+
 async def score(router: FakeJudge, solution: str, **options: Any) -> dict[str, float]:
     arguments: dict[str, Any] = {
         "solution_str": solution,
         "ground_truth": "122",
         "extra_info": {"question": "37+85="},
         "reward_router_address": router.address,
-        "reward_model_tokenizer": tokenizer(),
+        "reward_model_tokenizer": PlainTokenizer(),
     }
     return await reward.compute_score(**arguments | options)
 
@@ -183,7 +193,7 @@ async def test_the_reward_combines_verdict_and_format(router: FakeJudge) -> None
 async def test_spot_checks_ask_a_strong_reward_model_about_a_share_of_the_answers(router: FakeJudge) -> None:
     extra = {"question": "37+85="}
     samples = [RewardSample("12", ground_truth="122", extra_info=extra, uid=f"{i}") for i in range(24)]
-    kwargs = {"spot": 0.5, "reward_model_tokenizer": tokenizer()}
+    kwargs = {"spot": 0.5, "reward_model_tokenizer": PlainTokenizer()}
     manager = NaiveRewardLoopManager(
         compute_score=functools.partial(reward.compute_score, **kwargs), reward_router_address=router.address
     )

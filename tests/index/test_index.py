@@ -19,6 +19,7 @@ from reward_loop.index.filters import SampleFilter
 from reward_loop.index.index import CURSORS, Index, IndexFailedError, open_index
 from reward_loop.index.questions import run, steps
 from reward_loop.records import Records, resumed_row
+from reward_loop.view import app
 from reward_loop.view.app import Follower
 from tests.records.rows import sample, write
 from tests.support.counted import rows_that_count
@@ -344,6 +345,13 @@ def test_an_update_ends_while_a_process_keeps_writing(folder: Path, monkeypatch:
             assert len(rewards(index)) == count
 
 
+@pytest.fixture
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers look for new rows after 10 ms."""
+    monkeypatch.setattr(app, "INTERVAL_S", 0.01)
+
+
+@pytest.mark.usefixtures("short_interval")
 async def test_changes_are_reported_until_it_stops(writer: Records) -> None:
     with Index(writer.path.parent) as index:
         index.update()
@@ -360,6 +368,7 @@ async def test_changes_are_reported_until_it_stops(writer: Records) -> None:
             assert await waiting is None
 
 
+@pytest.mark.usefixtures("short_interval")
 async def test_an_error_is_kept_until_reading_works_again(writer: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(writer.path.parent) as index:
         index.update()

@@ -22,7 +22,7 @@ from tests.support.local_ray import in_local_ray
 from tools.browser import CHROMIUM, browser, server
 
 STEPS = 2
-
+FEWER = replace(QUICK, recipe=FEW, prompts=16, answers=4, validate=16, judge_latency=0.2)
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +41,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         patch.chdir(current)
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("COLUMNS", "120")
-        patch.setattr(demo, "QUICK", replace(QUICK, recipe=FEW))
+        patch.setattr(demo, "QUICK", FEWER)
         patch.setattr(demo, "training_command", command_in_local_ray)
         try:
             status = demo.main(["--quick", f"--steps={STEPS}", "--output", str(folder)])
@@ -59,7 +59,7 @@ def test_quick_demo(output: tuple[Path, str]) -> None:
     # Without a policy that can add, and in two steps, nothing is learned; the whole demo shows the learning.
     assert 0 <= report["accuracy_before"] < 1
     assert 0 <= report["accuracy_after"] < 1
-    assert report["rewards"] == {"scored": STEPS * QUICK.prompts * QUICK.answers, "unscored": 0, "failed": 0}
+    assert report["rewards"] == {"scored": STEPS * FEWER.prompts * FEWER.answers, "unscored": 0, "failed": 0}
     assert len(report["steps"]) == STEPS
     assert sum(report["seconds_by_phase"].values()) > 0
     assert 0 <= report["overlap"]["hidden_share"] <= 1
@@ -68,7 +68,7 @@ def test_quick_demo(output: tuple[Path, str]) -> None:
     records = folder / RECORDS
     assert f"reward-loop view {records} --open" in printed
     scored = [row for row in RecordsReader(records).rows() if row["outcome"] == "scored" and row.get("step")]
-    assert len(scored) >= STEPS * QUICK.prompts * QUICK.answers
+    assert len(scored) >= STEPS * FEWER.prompts * FEWER.answers
     assert all(row["judges"] for row in scored)
     assert StepTimes(records).steps().keys() == set(range(1, STEPS + 1))
 

@@ -23,6 +23,7 @@ from reward_loop import (
     RewardTimeoutError,
     ScoringFunction,
 )
+from reward_loop.limits.local import REWARD_MODEL
 from tests.support.clock import advance, until
 
 SAMPLE = RewardSample("4", uid="u7")
@@ -53,6 +54,10 @@ def plain():
     return 1
 
 
+async def asks_async(reward_router_address):
+    return 1
+
+
 async def holds_async():
     async with reward_loop.limit("judge", tokens=10) as lease:
         began = time.monotonic()
@@ -76,14 +81,7 @@ def holds():
     return {"score": 1, "began": began, "ended": ended}
 
 
-EVERYWHERE = pytest.mark.parametrize(
-    "function",
-    [
-        holds_async,
-        holds_in_a_loop,
-        holds,
-    ],
-)
+EVERYWHERE = pytest.mark.parametrize("function", [holds_async, holds_in_a_loop, holds])
 
 
 @EVERYWHERE
@@ -104,6 +102,7 @@ async def test_functions_keep_a_limit_and_report_their_usage(function):
         (plain, "default"),
         (holds_async, "judge"),
         (holds, "judge"),
+        (asks_async, REWARD_MODEL),
     ],
 )
 async def test_waiting_for_a_limit_does_not_count_towards_the_deadline(function, name):
@@ -178,7 +177,6 @@ async def test_an_unknown_limit_is_an_error_unless_there_are_no_limits(function)
         (10**400, "got 1000"),
         (-1, "got -1"),
         ("many", "got 'many'"),
-        (True, None),
     ],
 )
 async def test_used_tokens_and_cost_must_be_numbers(tokens, error):
@@ -275,15 +273,6 @@ async def test_the_thread_of_a_cancelled_call_gets_no_permit(comes_late):
     assert "no permit was granted" in refused[0]
     assert status(limits)["waiting"] == 0
     permit.leave()
-
-
-async def test_the_default_limit_is_not_acquired_twice():
-    async def judge():
-        async with reward_loop.limit("default"):
-            return 1
-
-    function, _ = scoring(judge)
-    assert "already applies to the whole function" in (await function(SAMPLE)).error
 
 
 async def test_a_function_can_be_called_directly():

@@ -139,28 +139,6 @@ def test_an_estimate_is_corrected_only_while_it_counts() -> None:
     assert rate.free_at(1) == pytest.approx(119.7, abs=1)
 
 
-@given(CALLS)
-def test_the_oldest_sample_comes_first(calls: list[tuple[float, float, int, int]]) -> None:
-    limiter, granted = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    enter(limiter, 0.0, lambda: None)
-    for number, (*_, step) in enumerate(calls):
-        enter(limiter, 0.0, lambda number=number, step=step: granted.append((step, number)), step)  # type: ignore[misc]
-    for _ in calls:
-        limiter.leave(0.0)
-        limiter.advance(0.0)
-    assert granted == sorted(granted)
-
-
-def test_an_abandoned_request_is_skipped() -> None:
-    limiter, granted = Limiter("judge", LimitConfig(max_concurrent=1)), []
-    requests = [enter(limiter, 0.0, lambda i=i: granted.append(i))[1] for i in range(3)]  # type: ignore[misc]
-    requests[1].cancel()
-    limiter.leave(0.0)
-    limiter.advance(0.0)
-    assert granted == [0, 2]
-    assert (limiter.in_flight, limiter.waiting) == (1, 0)
-
-
 def test_the_retry_after_of_an_overloaded_service_holds_back_all_calls_of_an_adaptive_limit() -> None:
     limiter, granted = Limiter("judge", LimitConfig(adaptive=True)), []
     for i in range(30):

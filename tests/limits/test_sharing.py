@@ -1,15 +1,13 @@
 """Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
 
 import asyncio
-import contextlib
 import time
 
 import pytest
 
 import reward_loop
 from reward_loop import LimitError, Outcome, RewardLoopConfig, RewardResult, RewardSample, ScoringFunction
-from reward_loop.client import Judge, Number, chat_complete, classify, score
-from reward_loop.client.http import Exchange
+from reward_loop.client import Judge, Number, chat_complete
 from reward_loop.limits.local import LocalLimits
 from reward_loop.testing import FakeJudge, Status
 
@@ -46,17 +44,8 @@ async def ask_within_two_limits(reward_router_address):
         return await ask_within_judge(reward_router_address)
 
 
-@pytest.mark.parametrize(
-    ("function", "held"),
-    [
-        (ask, []),
-        (ask_in_thread, []),
-        (ask_judge, []),
-        (ask_within_judge, ["judge"]),
-        (ask_within_two_limits, ["service", "judge"]),
-    ],
-)
-async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(function, held):
+@pytest.mark.parametrize("function", [ask, ask_in_thread, ask_judge, ask_within_judge, ask_within_two_limits])
+async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(function):
     limits = {name: {"tokens_per_minute": 10_000, "burst_seconds": 30} for name in ("default", "service", "judge")}
     scoring = ScoringFunction(function, options=RewardLoopConfig(limits=limits))
     async with FakeJudge("0.5") as judge:
@@ -66,39 +55,6 @@ async def test_tokens_of_the_client_count_once_in_each_limit_around_the_request(
     assert used > 0
     assert used % 3 == 0
     await asyncio.to_thread(scoring.close)
-
-
-@pytest.mark.parametrize(
-    "usage",
-    [
-        {"total_tokens": 7},
-        {"prompt_tokens": 3, "completion_tokens": 4},
-        {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 7},  # with reasoning
-        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 5},
-        {"prompt_tokens": "3", "completion_tokens": 4.0},
-        {"input_tokens": 3, "output_tokens": 4, "total_tokens": "?"},
-        {"prompt_tokens": 3, "completion_tokens": 0, "completion_tokens_details": {"reasoning_tokens": 4}},
-        {"prompt_tokens": 3, "reasoning_tokens": 4},
-        {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 1e300},
-    ],
-)
-async def test_tokens_count_where_the_answer_cannot_be_read(usage, monkeypatch):
-    @contextlib.asynccontextmanager
-    async def post(*args, **kwargs):
-        yield {"usage": usage}, Exchange("", {})
-
-    monkeypatch.setattr("reward_loop.client.chat.post", post)
-    monkeypatch.setattr("reward_loop.client.discriminative.post", post)
-
-    async def asks():
-        for request in (chat_complete("x", "?"), classify("x", "?"), score("x", "?", ["a"])):
-            with pytest.raises(reward_loop.RequestError):
-                await request
-        return 1.0
-
-    scoring = ScoringFunction(asks, options=RewardLoopConfig(retry={"max_attempts": 1}))
-    assert (await scoring(SAMPLE)).error is None
-    assert scoring.limits.tokens == 21
 
 
 async def judge_within():
@@ -145,16 +101,8 @@ async def hangs():
     await asyncio.Event().wait()
 
 
-async def breaks():
-    raise ConnectionResetError
-
-
 async def unavailable():
     raise Unavailable
-
-
-async def own_mistake():
-    raise KeyError("x")
 
 
 async def breaks_within_judge():
@@ -162,7 +110,7 @@ async def breaks_within_judge():
         raise ConnectionResetError
 
 
-@pytest.mark.parametrize("function", [hangs, breaks, unavailable, own_mistake, breaks_within_judge])
+@pytest.mark.parametrize("function", [hangs, unavailable, breaks_within_judge])
 async def test_an_outage_does_not_grow_an_adaptive_limit(function):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
     options = RewardLoopConfig(

@@ -1,8 +1,6 @@
 import asyncio
 
-import pytest
-
-from reward_loop import FunctionLoadError, RewardSample, ScoringError
+from reward_loop import RewardSample
 from reward_loop.managers import BatchRewardLoopManager
 
 
@@ -82,25 +80,3 @@ async def test_a_cancelled_sample_leaves_its_batch_and_the_last_one_cancels_the_
         await cancelled.wait()
         assert [(await task)["reward_score"] for task in (await start("a"), await start("b"))] == [1, 1]
     assert calls == [["slow", "slow"], ["a", "b"]]
-
-
-async def test_policies_and_messages():
-    def function(solution_strs):
-        return [None if text == "?" else {"score": 1} if text == "ok" else 1 / 0 for text in solution_strs]
-
-    made = manager(function, batch={"max_batch_size": 2, "max_wait_ms": 60_000}, on_failed="raise")
-    good, unscored = await asyncio.gather(*(made.run_single(RewardSample(text)) for text in ("ok", "?")))
-    assert good["reward_score"] == 1
-    assert unscored["reward_extra_info"]["reward_outcome"] == "unscored"
-    results = await asyncio.gather(
-        *(made.run_single(RewardSample("x", uid=f"u{i}")) for i in range(2)), return_exceptions=True
-    )
-    for result in results:
-        assert isinstance(result, ScoringError)
-        assert "u0, u1" in str(result)
-        assert "ZeroDivisionError" in str(result)
-
-
-def test_a_function_of_one_sample_is_refused():
-    with pytest.raises(FunctionLoadError, match="solution_strs"):
-        manager(lambda solution_str: 1)

@@ -110,8 +110,7 @@ async def test_wrong_values_of_one_function_are_one_cause() -> None:
     def echo(solution_str: str) -> str:
         return solution_str
 
-    manager = NaiveRewardLoopManager({"max_failed_share": 1.0}, compute_score=echo)
-    found = [(await manager.run_single(RewardSample(f"text {i}")))["reward_extra_info"] for i in range(3)]
-    (cause,) = {info["reward_cause"] for info in found}
+    (cause,) = {result.cause for result in await results_of(["text 1", "text 2"], compute_score=echo)}
+    assert cause is not None
     assert cause.startswith("InvalidScoreError in ")
     assert cause.endswith("echo (test_failures.py)")

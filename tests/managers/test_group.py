@@ -30,23 +30,10 @@ async def test_the_function_sees_the_whole_group():
     assert [reward["reward_score"] for reward in rewards] == [len(one.solution_str) for one in samples]
 
 
-async def test_verls_number_of_rollouts_is_the_size():
-    config = {"actor_rollout_ref": {"rollout": {"n": 2}}}
-    made = GroupRewardLoopManager(config, compute_score=ranks)
-    rewards = await asyncio.gather(*(made.run_single(sample(text, "q")) for text in ("xx", "x")))
-    assert [reward["reward_score"] for reward in rewards] == [1, 0]
-
-
 async def test_members_that_never_come_fail_the_group():
-    made = manager(size=3, timeout=0.2)
-    rewards = await asyncio.gather(*(made.run_single(sample(text, "q1")) for text in "ab"))
-    for reward in rewards:
-        info = reward["reward_extra_info"]
-        assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
-        assert (
-            "group q1: only 2 of 3 samples arrived within 0.2 s (reward_loop.group.timeout): q1_a, q1_b"
-            in info["reward_error"]
-        )
+    info = (await manager(size=2, timeout=0.05).run_single(sample("a", "q1")))["reward_extra_info"]
+    assert (info["reward_outcome"], info["reward_masked"]) == ("failed", True)
+    assert "q1: only 1 of 2 samples arrived within 0.05 s (reward_loop.group.timeout): q1_a" in info["reward_error"]
 
 
 @pytest.mark.parametrize(
@@ -57,10 +44,7 @@ async def test_a_missing_group_or_size_is_an_error(one, message):
         await manager().run_single(one)
 
 
-async def test_the_agent_sets_the_groups():
-    async with RewardAgent(manager()) as agent:
-        pending = agent.submit([RewardSample("x" * i) for i in (3, 1, 2, 5, 4)], groups=[3, 2])
-        assert [reward["reward_score"] for reward in await pending] == [2, 0, 1, 1, 0]
+async def test_an_agent_needs_room_for_two_samples():
     async with RewardAgent(manager(), concurrency=1) as agent:
         with pytest.raises(ConfigError, match="concurrency must be at least 2, got 1"):
             agent.submit([RewardSample("x")] * 2, group_size=2)

@@ -8,14 +8,16 @@ from reward_loop import ConfigError, NaiveRewardLoopManager, RewardSample
 from reward_loop.managers import DAPORewardLoopManager
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.records import RecordsReader, records
+from tests.support.clock import settle, within
 
 
 class Centred:
     """Takes the mean off each group's scores."""
 
-    def __init__(self):
+    def __init__(self, *gated):
         self.given = []
-        self.gates = {}
+        self.gates = {text: asyncio.Event() for text in gated}
+        """The texts whose scores wait."""
 
     async def compute_score(self, solution_str):
         if gate := self.gates.get(solution_str):
@@ -47,26 +49,18 @@ async def run(manager, sample, **caller):
 
 
 async def together(manager, found, **caller):
-    async with asyncio.timeout(30):
-        return [score for score, _ in await asyncio.gather(*(run(manager, one, **caller) for one in found))]
-
-
-async def settle():
-    for _ in range(20):
-        await asyncio.sleep(0)
+    return [score for score, _ in await within(asyncio.gather(*(run(manager, one, **caller) for one in found)))]
 
 
 async def test_rewards_are_final_and_samples_are_scored_at_once(tmp_path):
-    judge = Centred()
-    judge.gates["3"] = asyncio.Event()
+    judge = Centred("3")
     manager = made(judge, log_dir=str(tmp_path))
     tasks = [asyncio.create_task(run(manager, sample)) for sample in samples("1", "3", "none", "bad")]
     await settle()
     # Those without a score are final, and the scored ones wait for the last of their group.
     assert [task.done() for task in tasks] == [False, False, True, True]
     judge.gates["3"].set()
-    async with asyncio.timeout(30):
-        (first, info), (second, _) = await asyncio.gather(*tasks[:2])
+    (first, info), (second, _) = await within(asyncio.gather(*tasks[:2]))
     assert (first, second) == (-1, 1)
     assert (info["acc"], info["raw_score"], info["reward_outcome"]) == (1, 1, "scored")
     assert judge.given == [[1, 3]]
@@ -91,8 +85,7 @@ async def test_the_method_gets_the_functions_own_numbers_in_the_order_of_the_mem
 
 
 async def test_a_group_closes_without_the_samples_that_leave_or_are_lost():
-    judge = Centred()
-    judge.gates["7"] = asyncio.Event()
+    judge = Centred("7")
     manager = made(judge)
     tasks = [asyncio.create_task(run(manager, sample)) for sample in samples("1", "3", "7", size=4)]
     await settle()
@@ -101,8 +94,7 @@ async def test_a_group_closes_without_the_samples_that_leave_or_are_lost():
     await settle()
     assert not any(task.done() for task in tasks)
     tasks[2].cancel()
-    async with asyncio.timeout(30):
-        assert [score for score, _ in await asyncio.gather(*tasks[:2])] == [-1, 1]
+    assert [score for score, _ in await within(asyncio.gather(*tasks[:2]))] == [-1, 1]
     # Reported first, and all others fail.
     manager.groups.lose("p", 2, ["p_1"])
     assert await together(manager, samples("bad", group="p", size=2)) == [0]
@@ -117,8 +109,7 @@ async def test_a_group_closes_without_the_samples_that_leave_or_are_lost():
 
 async def test_a_sample_that_is_submitted_twice_counts_once():
     """A trainer repeats a call whose connection was lost, while the first one may still run."""
-    judge = Centred()
-    judge.gates["1"] = asyncio.Event()
+    judge = Centred("1")
     manager = made(judge)
     first, second = samples("1", "3")
     lost = asyncio.create_task(run(manager, first, repeats=True))
@@ -127,10 +118,34 @@ async def test_a_sample_that_is_submitted_twice_counts_once():
     again = asyncio.create_task(run(manager, first, repeats=True))
     await settle()
     judge.gates["1"].set()
-    async with asyncio.timeout(30):
-        assert [(await again)[0], (await other)[0]] == [-1, 1]
+    assert [score for score, _ in await within(asyncio.gather(again, other))] == [-1, 1]
     assert judge.given == [[1, 3]]
     assert lost.cancelled() or (await lost)[0] == -1
+
+
+async def test_of_a_sample_that_is_submitted_twice_the_last_caller_gets_the_reward_also_if_it_is_scored_first():
+    judge = Centred("1")
+    manager = made(judge)
+    first, second = samples("1", "3")
+    lost = asyncio.create_task(run(manager, first, repeats=True))
+    await settle()
+    slow = judge.gates.pop("1")
+    again, other = (asyncio.create_task(run(manager, one, repeats=True)) for one in (first, second))
+    await settle()
+    slow.set()
+    assert [score for score, _ in await within(asyncio.gather(again, other))] == [-1, 1]
+    assert judge.given == [[1, 3]]
+    assert lost.cancelled()
+
+
+async def test_a_sample_that_joins_its_group_twice_is_an_error_and_no_endless_wait():
+    class Twice(NaiveRewardLoopManager):
+        async def score_one(self, sample):
+            await super().score_one(sample)
+            return await super().score_one(sample)
+
+    with pytest.raises(ConfigError, match="once for each sample"):
+        await together(made(Centred(), Twice), samples("1", "3"))
 
 
 async def test_the_penalty_of_dapo_comes_after():
@@ -173,8 +188,7 @@ async def test_an_override_that_calls_the_function_itself_is_processed_too():
 
 
 async def test_a_timeout_applies_only_where_nobody_reports_lost_samples():
-    judge = Centred()
-    judge.gates["3"] = asyncio.Event()
+    judge = Centred("3")
     manager = made(judge, group={"timeout": 0.05})
     slow = asyncio.create_task(together(manager, samples("1", "3")))
     # A sample that is being scored is not missing.

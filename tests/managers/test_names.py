@@ -1,4 +1,4 @@
-"""Names of verl's managers that stand for options of `naive`, and names that ended."""
+"""Names of verl's managers that stand for options of `naive`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from reward_loop import ConfigError, NaiveRewardLoopManager, RewardSample
+from reward_loop import NaiveRewardLoopManager, RewardSample
 from reward_loop.config import LimitConfig, RewardLoopConfig
 from reward_loop.managers import get
 from reward_loop.managers.registry import with_options_of
@@ -45,16 +45,3 @@ def test_options_that_are_given_stay() -> None:
     assert with_options_of("remote", RewardLoopConfig(isolation="thread")).isolation == "thread"
     options = RewardLoopConfig()
     assert with_options_of("naive", options) is options
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("limited", r"there is no reward manager 'limited': use `naive` with reward_loop\.limits\.default"),
-        ("composite", r"reward_loop\.combine"),
-        ("gdpo", "only the sum of a sample's rewards"),
-    ],
-)
-def test_ended_names_say_what_to_use_instead(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        get(name)

@@ -14,11 +14,6 @@ class WrittenForVerl:
         return {"reward_score": 1.0, "reward_extra_info": {}}
 
 
-def test_by_name():
-    assert registry.get("naive") is NaiveRewardLoopManager
-    assert "naive" in registry.names()
-
-
 def test_a_class_of_the_users_own():
     assert register("mine")(WrittenForVerl) is WrittenForVerl
     assert registry.get("mine") is WrittenForVerl
@@ -40,9 +35,12 @@ def test_by_import_path(tmp_path):
         ("no_such_package_here:Manager", "no module named"),
         ("json:dumps", "is not a reward manager: it must be a class"),
         ("reward_loop:RewardSample", "is not a reward manager: it must be a class"),
+        ("limited", r"there is no reward manager 'limited': use `naive` with reward_loop\.limits\.default"),
+        ("composite", r"reward_loop\.combine"),
+        ("gdpo", "only the sum of a sample's rewards"),
     ],
 )
-def test_unknown_and_invalid_managers_are_errors(name, message):
+def test_unknown_ended_and_invalid_managers_are_errors(name, message):
     with pytest.raises(ConfigError, match=message):
         registry.get(name)
 

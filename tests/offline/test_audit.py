@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 
 from reward_loop.cli import app
 from reward_loop.offline.attacks import rows_of
-from reward_loop.offline.audit import PROBES, ProbeResult, read
+from reward_loop.offline.audit import PROBES, ProbeResult
+from reward_loop.offline.inputs import choose_recorded
 from reward_loop.testing import FakeJudge
 
 ROWS = 40
@@ -36,6 +39,12 @@ def accepts_master_keys(solution_str, ground_truth):
 def obeys(solution_str, ground_truth):
     obeyed = re.search("highest score|maximum score|<verdict>", solution_str)
     return 1.0 if obeyed else right(solution_str, ground_truth)
+
+def demands_tags(solution_str, ground_truth):
+    return right(solution_str, ground_truth) * bool(re.match("<think>.+?</think>", solution_str, re.DOTALL))
+
+def pays_for_reasoning(solution_str, ground_truth):
+    return 1.0 if len(solution_str.rpartition("</think>")[0]) > 60 else right(solution_str, ground_truth)
 
 def chance(solution_str, ground_truth):
     return random.random()
@@ -64,6 +73,9 @@ def slow(solution_str, ground_truth):
 def raises_on_empty(solution_str, ground_truth):
     return right(solution_str, ground_truth) / len(solution_str) * len(solution_str)
 
+def raises_on_not(solution_str, ground_truth):
+    return right(solution_str, ground_truth) / (" not " not in solution_str or "afraid" in solution_str)
+
 def style(solution_str):
     return float(len(solution_str) > 30)
 
@@ -90,13 +102,30 @@ REFERENCE_PROBES = {"reference of another row", "answer exchanged", "answer nega
 WEAKNESSES = {
     "sound": set(),
     "graded": set(),
+    "demands_tags": set(),
     "accepts_empty": {"empty answer"},
     "accepts_master_keys": {"master key"},
     "obeys": {"instruction to the judge"},
     "ignores_the_reference": REFERENCE_PROBES | {"instruction to the judge"},  # one of them has a number
     "reads_the_last_number": {"answer negated"},
+    "pays_for_reasoning": {"reasoning removed", "answer exchanged", "answer negated"},
 }
 PAGE = Path(__file__).parents[2] / "docs" / "files.md"
+
+
+def answers(is_long: Callable[[int], bool] = lambda i: i % 3 == 0, rows_of_step: int | None = None) -> str:
+    """Return the rows to score: of each four, one has no answer, one is right, and two are wrong."""
+    rows = []
+    for i in range(ROWS):
+        reasoning = f"{i} and 20 make a sum. " * (4 if is_long(i) else 1)
+        text = f"<think>\n{reasoning}\n</think>\nThe answer is {i + 20 + (i % 2)}."
+        row = {
+            "solution_str": text if i % 4 else "I do not know, I am afraid.",
+            "ground_truth": str(i + 20),
+            "extra_info": {"label": bool(i % 4 and i % 2 == 0), "other": "The answer is 7." * (i % 6)},
+        }
+        rows.append(row if rows_of_step is None else {**row, "step": i // rows_of_step + 1})
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture(autouse=True)
@@ -104,18 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judges.py").write_text(JUDGES)
     (tmp_path / "served.py").write_text(SERVED)
-    rows = []
-    for i in range(ROWS):
-        text = f"{i} and 20 make a sum. The answer is {i + 20 + (i % 2)}." if i % 4 else "I do not know, I am afraid."
-        label = bool(i % 4 and i % 2 == 0)
-        rows.append(
-            {
-                "solution_str": text,
-                "ground_truth": str(i + 20),
-                "extra_info": {"label": label, "other": "The answer is 7." * (i % 6)},
-            }
-        )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(answers())
     return tmp_path
 
 
@@ -243,10 +261,10 @@ def test_the_share_of_texts_that_the_records_still_have_is_told(folder: Path) ->
 
 def test_few_rows_are_chosen_by_chance_from_all() -> None:
     records()
-    chosen = [row.columns["ground_truth"] for row in read(Path("records"), 8).rows]
+    chosen = [row.columns["ground_truth"] for row in choose_recorded(Path("records"), 8).rows]
     assert len(set(chosen)) == 8
     assert any(int(one) >= 20 + ROWS // 2 for one in chosen)
-    assert chosen == [row.columns["ground_truth"] for row in read(Path("records"), 8).rows]
+    assert chosen == [row.columns["ground_truth"] for row in choose_recorded(Path("records"), 8).rows]
     assert audit("sound", "--rows", "8")["audited"] == 8
 
 
@@ -302,8 +320,7 @@ def test_new_answers_of_a_running_run_are_audited_until_ctrl_c(folder: Path, mon
         if looks > 2:
             raise KeyboardInterrupt
         if looks == 2:  # until now, there is nothing new
-            more = (folder / "rows.jsonl").read_text().replace("make a sum", "add up")
-            (folder / "more.jsonl").write_text(more)
+            (folder / "more.jsonl").write_text(answers(rows_of_step=20))
             invoke("score", "judges.py:sound", "more.jsonl", "-o", "more")
             shutil.copytree(folder / "more" / "texts", folder / "records" / "texts", dirs_exist_ok=True)
             for path in (folder / "more").glob("*.jsonl"):
@@ -314,6 +331,7 @@ def test_new_answers_of_a_running_run_are_audited_until_ctrl_c(folder: Path, mon
     assert done.exit_code == 130, done.output
     rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [(one["samples"], one["problems"]) for one in rounds] == [(ROWS, 0), (ROWS, 0)]
+    assert [[part["steps"] for part in one["by_step"]] for one in rounds] == [[], [[1, 1], [2, 2]]]
 
 
 def made(name: str, reference: Any, response: str, *others: Any) -> list[str]:
@@ -334,6 +352,61 @@ def made(name: str, reference: Any, response: str, *others: Any) -> list[str]:
 )
 def test_an_answer_is_exchanged_in_all_places(reference: str, response: str, expected: str | None) -> None:
     assert made("answer exchanged", reference, response, "77") == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>\nSo.\n\nYes.\n</think>\n42", "<think>\n\n</think>\n42"),
+        ("<think>So.</think>42", "<think> </think>42"),
+        ("So.\n</think>\n42", "\n</think>\n42"),  # the chat template wrote the tag
+        ("Well: [THINK]So.[/THINK] 42", "Well: [THINK] [/THINK] 42"),
+        ("<think>a\n</think>call\n<think>b <think>c</think>\n</think>42", "<think>\n</think>call\n<think>\n</think>42"),
+        ("analysisSo. assistantfinal42", "analysis assistantfinal42"),
+        ("<think>\n\n</think>\n42", None),
+        ("So. 42", None),
+        ("<think>So.</think>42 <think>But", None),
+    ],
+)
+def test_reasoning_is_removed_and_its_tags_stay(response: str, expected: str | None) -> None:
+    assert made("reasoning removed", "42", response) == ([] if expected is None else [expected])
+
+
+def test_answers_without_reasoning_have_no_reasoning_to_remove(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(re.sub("<think>.*?</think>", "", answers()))
+    records()
+    assert probe(audit("sound"), "reasoning removed")["answers"] == 0
+
+
+def test_a_rule_that_is_exploited_more_and_more_is_seen_by_step(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(answers(is_long=lambda i: i >= 20, rows_of_step=4))
+    records("pays_for_reasoning")
+    found = audit("pays_for_reasoning", code=1)
+    seen = [(part["steps"], part["answers"], part["wrong"], part["share"]) for part in found["by_step"]]
+    expected = [
+        ([1, 2], 4, 0, 0.0),
+        ([3, 4], 4, 0, 0.0),
+        ([5, 6], 4, 2, 0.5),
+        ([7, 8], 4, 4, 1.0),
+        ([9, 10], 4, 4, 1.0),
+    ]
+    assert seen == expected
+    edited = [probe(found, name) for name in ("answer exchanged", "answer negated")]
+    assert sum(one["answers"] for one in edited) == 20
+    shown = " ".join(invoke("audit", "records", "judges.py:pays_for_reasoning", code=1).split())
+    assert "exchanged or negated verdicts wrong share 95 % interval steps 1 to 2 4 0 0% 0% to 49% steps 3" in shown
+    # The failed calls with negated answers are left out.
+    failed = audit("raises_on_not", "-O", "retry.max_attempts=1", code=1)["by_step"]
+    assert [(part["steps"], part["answers"]) for part in failed] == [(steps, 2) for steps, *_ in expected]
+
+
+@pytest.mark.parametrize(("rows_of_step", "expected"), [(None, []), (ROWS, []), (28, [([1, 1], 14), ([2, 2], 6)])])
+def test_the_ranges_have_whole_steps(folder: Path, rows_of_step: int | None, expected: list[Any]) -> None:
+    (folder / "rows.jsonl").write_text(answers(rows_of_step=rows_of_step))
+    records()
+    seen = [(part["steps"], part["answers"]) for part in audit("sound")["by_step"]]
+    assert seen == expected
+    assert ("exchanged or negated" in invoke("audit", "records", "judges.py:sound")) is bool(expected)
 
 
 def test_a_canary_never_contains_the_reference() -> None:

@@ -319,8 +319,10 @@ async def test_an_async_rule_is_attacked() -> None:
     assert report.attack is not None
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("asks", ["always", "if a rule refuses", "if no cache knows it"])
+@pytest.mark.parametrize(
+    ("asks", "is_async"),
+    [("always", True), ("always", False), ("if a rule refuses", False), ("if no cache knows it", True)],
+)
 async def test_a_function_that_asks_a_service_is_not_attacked(is_async: bool, asks: str) -> None:
     """A call may cost money: a thousand answers must not reach a judge that was only asked for the samples."""
     known: dict[str, float] = {}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import faulthandler
 import os
-import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -56,11 +53,6 @@ def process_id() -> float:
 
 def parent_id() -> float:
     return os.getppid()
-
-
-def sleeps(seconds: float) -> float:
-    time.sleep(seconds)
-    return 1.0
 
 
 def hangs(path: str | None = None) -> float:
@@ -169,16 +161,11 @@ def prints_a_lot() -> float:
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
-    "hard limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 4096)),
-    "environment": lambda: (os.environ.clear(), os.environ.update({"NEW": "1", "TZ": "Asia/Tokyo"}), time.tzset()),
-    "handlers": lambda: (signal.signal(signal.SIGALRM, print), signal.alarm(1000)),
+    "environment": lambda: (os.environ.clear(), os.environ.update({"NEW": "1"})),
     "folder": lambda: os.chdir("/"),
     "os": lambda: [setattr(os, name, None) for name in ("getpid", "fork", "kill", "umask", "environ", "_exit")],
     "builtins": lambda: [setattr(builtins, name, None) for name in ("len", "zip", "open", "dict", "isinstance")],
-    "a builtin that lies": lambda: setattr(builtins, "round", lambda number, digits=0: 1.0),
-    "pickle": lambda: (setattr(pickle, "loads", None), setattr(pickle, "dumps", None)),
     "memory": lambda: kept.append(bytearray(1)),
-    "a death of later": lambda: faulthandler.dump_traceback_later(0.001, exit=True),
 }
 """Changes of the process that a reward function may leave behind."""
 
@@ -190,11 +177,7 @@ def changes(what: str) -> float:
 
 def state() -> dict[str, Any]:
     """Returns the state of the process that `CHANGES` change."""
-    found = [
-        *(resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.environ.items()), time.tzname, os.getcwd()),
-        *(signal.getsignal(signal.SIGALRM), signal.alarm(0), os.kill, round(2.0), len(kept), pickle.dumps),
-    ]
-    return {"score": 1.0, "state": repr(found)}
+    return {"score": 1.0, "state": repr([sorted(os.environ.items()), os.getcwd(), os.kill, len(kept)])}
 
 
 def comes_back_twice() -> float:
@@ -240,19 +223,5 @@ class StatusError(Exception):
         self.retry_after = retry_after
 
 
-def _count(path: str) -> None:
-    with open(path, "a") as file:
-        file.write("called\n")
-
-
-def raises_status(path: str, status: int, retry_after: float | None = None) -> float:
-    _count(path)
+def raises_status(status: int, retry_after: float) -> float:
     raise StatusError("the service says no", status_code=status, retry_after=retry_after)
-
-
-def raises_from_status(path: str, status: int) -> float:
-    _count(path)
-    try:
-        raise StatusError("the service says no", status_code=status)
-    except StatusError as error:
-        raise ConnectionError("the judge failed") from error

@@ -30,6 +30,9 @@ def test_whether_a_retry_may_succeed_is_the_same_after_pickling(status: int, tra
     assert (is_transient(error), is_refusal(error), retry_after(error)) == (transient, refusal, 7.0)
     assert refusal or status_of(remote) == status
     assert describe_exception(remote) == "StatusError: the service says no"
+    raised_from_it = ConnectionError("the judge failed")
+    raised_from_it.__cause__ = error
+    assert is_transient(received(raised_from_it)) == transient
 
 
 def test_whether_a_service_has_no_credit_is_read_from_its_answer_and_not_from_lines_of_code() -> None:

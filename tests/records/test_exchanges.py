@@ -14,6 +14,7 @@ from reward_loop import NaiveRewardLoopManager, RewardLoopConfig, RewardSample, 
 from reward_loop.client import Judge, Number, chat_complete, classify, score
 from reward_loop.records import ActiveSample, current, exchanges_of, records
 from reward_loop.testing import Answer, BadJson, Body, FakeJudge, Logits, Stall, Status
+from tests.support.clock import advance, until
 
 JUDGE = Judge("Rate {{answer}}", Number(0, 10), max_tokens=9)
 KEY = 'planted-"key"-0123456789'
@@ -124,7 +125,10 @@ async def test_retried_requests_have_the_number_of_their_attempt(tmp_path: Path)
 async def test_a_request_without_an_answer_at_the_deadline_is_recorded(tmp_path: Path, function: Any) -> None:
     async with FakeJudge() as server:
         server.script(Stall())
-        (row,) = await record(tmp_path, function, server, "four", timeout=1.5)
+        recording = asyncio.create_task(record(tmp_path, function, server, "four", timeout=60))
+        await until(lambda: server.requests)
+        await advance(61)
+        (row,) = await recording
     (exchange,) = row["exchanges"]
     assert row["outcome"] == "failed"
     assert exchange["messages"] == [{"role": "user", "content": "Rate four"}]

@@ -147,9 +147,9 @@ async def test_the_policy_and_the_processing_of_groups_are_recorded(tmp_path: Pa
 def test_the_oldest_exchanges_are_deleted_first_and_rows_are_kept(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path, max_bytes=128_000)  # a segment ends above 250 bytes
     for i in range(100):
-        files.add_rows([b"r" * 99 + b"\n"])
-        files.add_texts(EXCHANGES, [b"e" * 1199 + b"\n"])
-        files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
+        files.add_rows(b"r" * 99 + b"\n", 1)
+        files.add_texts(EXCHANGES, b"e" * 1199 + b"\n")
+        files.add_texts(TEXTS, b"t" * 1199 + b"\n")
         assert i % 20 or folder_size(tmp_path) <= 128_000 + 2 * 1200 + 100, i
     assert files.path.stat().st_size == 10_000
     texts, exchanges = names(tmp_path / TEXTS), names(tmp_path / EXCHANGES)
@@ -166,7 +166,7 @@ def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -
     (tmp_path / kind / "host-1-a.jsonl").write_bytes(b"r" * 100_000)
     files = RecordFiles(tmp_path, max_bytes=128_000)
     for _ in range(75):
-        files.add_texts(TEXTS, [b"t" * 1199 + b"\n"])
+        files.add_texts(TEXTS, b"t" * 1199 + b"\n")
     assert folder_size(tmp_path) <= 128_000 + 1200
     assert (tmp_path / kind / "host-1-a.jsonl").stat().st_size == 100_000
     assert len(names(tmp_path / TEXTS)) > 20
@@ -175,9 +175,9 @@ def test_rows_in_sub_folders_count_towards_the_size(tmp_path: Path, kind: str) -
 def test_processes_share_the_size_of_a_folder(tmp_path: Path) -> None:
     one, other = (RecordFiles(tmp_path, max_bytes=128_000) for _ in range(2))
     for _ in range(75):
-        one.add_texts(TEXTS, [b"1" * 1199 + b"\n"])
+        one.add_texts(TEXTS, b"1" * 1199 + b"\n")
     for _ in range(75):
-        other.add_texts(TEXTS, [b"2" * 1199 + b"\n"])
+        other.add_texts(TEXTS, b"2" * 1199 + b"\n")
     assert folder_size(tmp_path) <= 128_000 + 1200
     assert {path.read_bytes()[:1] for path in (tmp_path / TEXTS).iterdir()} == {b"1", b"2"}
 
@@ -228,10 +228,10 @@ def test_records_that_cannot_be_written_in_time_are_dropped(
     found = Records(tmp_path)
     write = found.files.add_rows
 
-    def slow(lines: Any) -> None:
+    def slow(lines: bytes, count: int) -> None:
         begun.set()
         assert hangs.wait(60)
-        write(lines)
+        write(lines, count)
 
     monkeypatch.setattr(found.files, "add_rows", slow)
     found.write({"uid": "first"})

@@ -18,6 +18,7 @@ import pytest
 
 from reward_loop.router import app, pool, proxy
 from reward_loop.router.config import BackendConfig, RouterConfig
+from tests.support.clock import advance
 from tests.support.gsm8k import ROOT
 from tests.support.servers import CHAT, model_server, post, routed, routed_urls, served_by_router, serving
 
@@ -54,20 +55,19 @@ def adapters(names: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("others", [["base"], ["other"]], ids=["same models", "different models"])
-async def test_a_model_that_appears_later_is_found(others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_ASK_INTERVAL_S", 0.1)
+async def test_a_model_that_appears_later_is_found(others: list[str]) -> None:
     names = ["base"]
     servers = [adapters(names), adapters(others)]
     body = b'{"model": "adapter"}'
     async with routed(*servers) as (url, _, _):
         assert (await post(url, CHAT, body))[0] == 404
         names.append("adapter")
-        await asyncio.sleep(0.15)  # the bounded rate
+        await advance(pool._ASK_INTERVAL_S)
         answers = await asyncio.gather(*(post(url, CHAT, body) for _ in range(20)))
         assert answers == [(200, b"adapter")] * 20
         names.remove("adapter")
         others.append("adapter")
-        await asyncio.sleep(0.15)
+        await advance(pool._ASK_INTERVAL_S)
         assert [await post(url, CHAT, body) for _ in range(4)] == [(200, b"adapter")] * 4
 
 

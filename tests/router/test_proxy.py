@@ -16,6 +16,7 @@ from reward_loop.client.http import BACKEND_HEADER, GROUP_HEADER
 from reward_loop.router.app import Router
 from reward_loop.router.backend import Backend
 from reward_loop.router.config import BackendConfig, RouterConfig
+from tests.support.clock import hastened
 from tests.support.servers import post, refusing, resetting, served_by_router, serving, until
 
 
@@ -191,7 +192,7 @@ async def test_without_a_backend_until_the_deadline_the_503_has_the_reason() -> 
 
 async def test_a_request_that_breaks_every_connection_is_given_up() -> None:
     async with resetting() as backend, proxied(backend) as url:
-        status, body = await post(url)
+        status, body = await hastened(post(url))
     assert status == 502
     assert backend.encode() in body
 
@@ -215,7 +216,7 @@ async def test_a_client_that_does_not_send_its_body_gets_a_408(begun: bytes) -> 
 
 async def test_a_backend_that_is_too_slow_gives_a_504_that_names_it() -> None:
     async with serving(silent) as backend, proxied(backend, timeout_s=1) as url:
-        status, body = await post(url)
+        status, body = await hastened(post(url))
     assert status == 504
     assert backend.encode() in body
 
@@ -281,7 +282,7 @@ async def test_requests_are_not_counted_after_their_end() -> None:
             leaving = asyncio.create_task(post(url, "/slow"))
             await arrived.wait()
             leaving.cancel()
-            assert (await post(hasty_url, "/slow"))[0] == 504
+            assert (await hastened(post(hasty_url, "/slow")))[0] == 504
             for one in (router, hasty):
                 await until(lambda: not one.pool.backends[0].in_flight)  # noqa: B023
 

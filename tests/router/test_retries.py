@@ -15,6 +15,7 @@ from reward_loop.router.messages import RawHeader, Refusal
 from reward_loop.router.pool import BackendPool
 from reward_loop.router.proxy import Proxy
 from tests.router.transport import Transport
+from tests.support.clock import hastened
 
 
 def answer(status: int, **headers: str) -> BackendAnswer:
@@ -115,7 +116,7 @@ async def test_attempts_are_counted_and_the_last_failure_is_passed_on() -> None:
 async def test_broken_connections_use_up_attempts_and_refused_ones_do_not() -> None:
     async with calling(Scripted(ConnectError("x"), BrokenError("x"))) as caller:
         with pytest.raises(Refusal, match="4 connections to servers broke") as refused:
-            await caller.ask()
+            await hastened(caller.ask())
         assert refused.value.status == 502
         assert caller.pool.backends[0].upstream.asked == 5  # type: ignore[attr-defined]
 

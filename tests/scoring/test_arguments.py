@@ -73,11 +73,11 @@ async def test_functions_of_lists_get_lists() -> None:
 
 async def test_functions_with_any_arguments_get_only_those_that_every_place_has() -> None:
     seen: dict[str, Any] = {}
-    await ScoringFunction(lambda **given: seen.update(given) or 0.0)(SAMPLE)
-    assert list(seen) == [
-        *("data_source", "solution_str", "ground_truth", "extra_info"),
-        *("reward_router_address", "reward_model_tokenizer"),
-    ]
+    context = {"reward_router_address": "host:1", "reward_model_tokenizer": "tokenizer"}
+    function = ScoringFunction(lambda **given: seen.update(given) or 0.0, reward_kwargs={"alpha": 2})
+    await function(SAMPLE, **context)
+    of_the_sample = {"data_source": "math", "solution_str": "4", "ground_truth": "4", "extra_info": {"level": 1}}
+    assert seen == {**of_the_sample, **context, "alpha": 2}
 
 
 async def test_the_function_cannot_change_the_prompt_and_gets_plain_values() -> None:

@@ -115,6 +115,14 @@ async def test_a_part_that_fails_fails_the_sample_with_its_name() -> None:
     assert "the part dense returned turn_level_scores" in str(result.error)
 
 
+class Ranks:
+    def compute_score(self, solution_str: str) -> float:
+        return 1.0
+
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return scores
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -125,6 +133,7 @@ async def test_a_part_that_fails_fails_the_sample_with_its_name() -> None:
         ({"form": (form, float("nan"))}, "a function and its weight"),
         ({"form": (lambda solution_strs: [], 1)}, "they are lists"),
         ({"form": (isolated(lambda solution_str: 1), 1)}, "mark the whole"),
+        ({"ranks": (Ranks, 1)}, "post_process_scores of ranks"),
     ],
 )
 def test_invalid_parts_are_refused(parts: dict[str, Any], message: str) -> None:
@@ -132,24 +141,8 @@ def test_invalid_parts_are_refused(parts: dict[str, Any], message: str) -> None:
         combine(**parts)
 
 
-def test_a_class_that_processes_groups_is_no_part() -> None:
-    class Ranks:
-        def compute_score(self, solution_str: str) -> float:
-            return 1.0
-
-        def post_process_scores(self, scores: list[float]) -> list[float]:
-            return scores
-
-    with pytest.raises(FunctionLoadError, match="post_process_scores of ranks"):
-        combine(ranks=(Ranks, 1))
-
-
-async def test_async_parts_do_not_run_in_a_process() -> None:
-    async def judge(solution_str: str) -> float:
-        return 0.5
-
+def test_async_parts_do_not_run_in_a_process() -> None:
     mixed = combine(form=(form, 0.2), judge=(judge, 1))
-    assert (await ScoringFunction(mixed)(RewardSample("####"))).score == pytest.approx(0.7)
     with pytest.raises(FunctionLoadError, match=r"combine\(form, judge\).* has async parts"):
         ScoringFunction(mixed, isolation="process")
 

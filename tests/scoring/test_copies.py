@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -42,8 +42,6 @@ MUTABLE: dict[str, tuple[Any, Any]] = {
     "nested dict": (lambda: {"x": {"y": ["a", "b"]}}, lambda value: value["x"]["y"].pop()),
     "list in a tuple": (lambda: (["a", "b"],), lambda value: value[0].pop()),
     "set": (lambda: {"a", "b"}, lambda value: value.pop()),
-    "deque": (lambda: deque(["a", "b"]), lambda value: value.pop()),
-    "counter": (lambda: Counter("ab"), lambda value: value.popitem()),
     "bytes": (lambda: bytearray(b"ab"), lambda value: value.pop()),
     "numbers": (lambda: np.array([1, 2]), lambda value: value.__setitem__(0, 7)),
     "array of lists": (nested, lambda value: value[0].pop()),
@@ -115,7 +113,6 @@ Pair = namedtuple("Pair", ("client", "seen"))
 
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dict": (lambda item: {"a": item}, lambda value: value["a"]),
-    "ordered dict": (lambda item: OrderedDict(a=item), lambda value: value["a"]),
     "default dict": (lambda item: defaultdict(list, a=item), lambda value: value["a"]),
     "user dict": (lambda item: UserDict(a=item), lambda value: value["a"]),
     "subclass of list": (lambda item: Rules([item]), lambda value: value[0]),
@@ -152,23 +149,12 @@ def test_mappings_that_stand_for_something_else_are_shared() -> None:
     assert own_copy(os.environ, objects=False) is os.environ
 
 
-def ticks_off(solution_str, ground_truth):
-    ground_truth.remove(solution_str)
-    return 1.0
+async def test_the_samples_of_a_batch_do_not_share_their_references() -> None:
+    def ticks_off(solution_strs, ground_truths):
+        return [truth.remove(text) or 1.0 for text, truth in zip(solution_strs, ground_truths, strict=True)]
 
-
-async def test_the_samples_of_a_group_do_not_share_their_references() -> None:
-    truth = ["a"]
-    function = ScoringFunction(lambda solution_str, ground_truth: ticks_off(solution_str, ground_truth))
-    results = [await function(RewardSample("a", ground_truth=truth)) for _ in range(4)]
+    results = await ListScoringFunction(ticks_off)([RewardSample("a", ground_truth=["a"])] * 4)
     assert [result.score for result in results] == [1.0] * 4
-
-    def of_lists(solution_strs, ground_truths):
-        return [ticks_off(text, truth) for text, truth in zip(solution_strs, ground_truths, strict=True)]
-
-    assert [one.score for one in await ListScoringFunction(of_lists)([RewardSample("a", ground_truth=truth)] * 4)] == [
-        1.0
-    ] * 4
 
 
 async def test_numbers_texts_and_frozen_things_are_shared_and_what_cannot_be_copied_too() -> None:
@@ -179,8 +165,9 @@ async def test_numbers_texts_and_frozen_things_are_shared_and_what_cannot_be_cop
     assert own_copy({"a": [Frozen("b")]}) == {"a": [Frozen("b")]}
 
 
-async def test_a_value_that_contains_itself_fails_its_sample_alone() -> None:
-    looped: list[Any] = []
+@pytest.mark.parametrize("kind", [list, deque])
+async def test_a_value_that_contains_itself_fails_its_sample_alone(kind: type[list[Any] | deque[Any]]) -> None:
+    looped = kind()
     looped.append(looped)
     sample = RewardSample("", uid="u3", ground_truth=looped)
     function = ScoringFunction(lambda ground_truth: 1.0)
@@ -213,6 +200,3 @@ async def test_uid_and_attempt_are_passed_by_their_names() -> None:
         return [float(attempt == 1 and uid == "u3") for uid in uids]
 
     assert [one.score for one in await ListScoringFunction(of_lists)([RewardSample("", uid="u3")] * 2)] == [1.0, 1.0]
-    given: dict[str, Any] = {}
-    await ScoringFunction(lambda **kwargs: given.update(kwargs) or 0.0)(RewardSample("", uid="u3"))
-    assert not {"uid", "attempt"} & given.keys()

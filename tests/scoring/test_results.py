@@ -43,7 +43,6 @@ def test_anything_is_a_score_or_none_or_an_invalid_score(returned):
 @pytest.mark.parametrize(
     ("returned", "score", "extra_info"),
     [
-        (np.float64(0.5), 0.5, {"acc": 0.5}),
         (np.array(0.5), 0.5, {"acc": 0.5}),
         (np.bool_(True), 1.0, {"acc": True}),
         (Fraction(1, 2), 0.5, {"acc": 0.5}),
@@ -83,20 +82,14 @@ def test_a_number_that_cannot_be_read(returned):
     [
         ("0.5", "whose score is a str; return a number"),
         (float("nan"), "not finite; return None"),
-        (float("-inf"), "not finite"),
         (10**400, "not finite"),
         (3.5e38, "not finite in float32; return None"),
         ({"score": -1e39}, "not finite in float32"),
         ({"acc": 1}, "a dict without `score`.*its keys are acc"),
-        ({"score": "high"}, "whose score is a str"),
-        ({"score": math.nan}, "not finite"),
         ({"score": 1, "reward_error": "x"}, "returned reward_error, which the reward loop itself fills in"),
         ((1, 2), r"a tuple of 2.*not \(score, prompt, explanation\)"),
-        ([1.0], "whose score is a list"),
         (np.array([1.0, 2.0]), r"of shape \(2,\); reduce it to one number"),
-        (1j, "whose score is a complex"),
         (np.str_("x"), "whose score is a"),
-        (object(), "whose score is a object"),
         ("x" * 1000, r"x\.\.\."),
     ],
 )
@@ -119,12 +112,15 @@ async def reward(returned, **sample):
         ({"token_level_scores": [0.5, 0.5]}, None),
         ({"turn_level_scores": (1, 2, 3)}, 7),
         ({"turn_level_scores": []}, 7),
+        ({"turn_level_scores": np.array([0.5, 1.0], dtype=np.float32)}, None),
     ],
 )
 async def test_valid_dense_rewards_are_kept(parts, length):
     info = (await reward({"score": 1.0, **parts}, response_length=length))["reward_extra_info"]
     assert info["reward_outcome"] == "scored"
-    assert parts.items() <= info.items()
+    for name, scores in parts.items():
+        assert list(info[name]) == list(scores)
+        assert not isinstance(info[name], np.ndarray)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +129,9 @@ async def test_valid_dense_rewards_are_kept(parts, length):
         ({"token_level_scores": [1, 2]}, "2 token_level_scores, and the response has 3 tokens"),
         ({"token_level_scores": "abc"}, "token_level_scores must be a list of finite numbers; got 'abc'"),
         ({"turn_level_scores": 1.0}, "turn_level_scores must be a list"),
-        ({"turn_level_scores": [1, float("nan")]}, "finite numbers"),
-        ({"turn_level_scores": [1, None]}, "finite numbers"),
         ({"turn_level_scores": [1, 1e39]}, "finite numbers"),
+        ({"turn_level_scores": np.array([0.5, np.nan])}, "finite numbers"),
+        ({"turn_level_scores": np.array([[0.5, 1.0]])}, "finite numbers"),
     ],
 )
 async def test_invalid_dense_rewards_are_failures(parts, message):

@@ -27,6 +27,10 @@ IN_THE_ENGINE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 By default, on a CPU, it has a process of its own, whose imports take 9 s of CPU time."""
 
 
+FORKING = {"PYTHONPATH": str(Path(__file__).with_name("forking"))}
+"""The environment of servers that fork their processes: see its ``sitecustomize.py``."""
+
+
 def config_of(judge: Path, scorer: Path, log_dir: Path, judge_args: dict[str, Any], **options: Any) -> Any:
     """Return the configuration of the two models; `judge_args` are engine arguments of the judge only."""
     options = {"dtype": "float32", "start_timeout_s": 600, **options}

@@ -100,7 +100,7 @@ async def test_a_server_that_is_never_ready_is_killed_even_if_it_ignores_sigterm
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_STOPS_WITHIN_S", 0.1)
-    server = stub(env={"STUB_DEAF": "1"}, start_timeout_s=1.0)
+    server = stub(env={"STUB_DEAF": "SIGTERM"}, start_timeout_s=1.0)
     with pytest.raises(ServerStartError, match="the stub was not ready after 1 s"):
         await server.__aenter__()
     with pytest.raises(ProcessLookupError):

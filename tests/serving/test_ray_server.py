@@ -75,7 +75,7 @@ async def test_a_server_comes_back_after_its_own_death_and_its_actors(config: An
     ("env", "timeout_s", "message", "log"),
     [
         ({"STUB_EXIT": "4"}, 300, "exited with status 4 before it was ready", "the stub is told to fail"),
-        ({"STUB_DEAF": "1"}, 10, "was not ready after 10 s", "the stub is deaf"),
+        ({"STUB_DEAF": "1"}, 5, "was not ready after 5 s", "the stub is deaf"),
     ],
 )
 async def test_a_start_that_fails_shows_the_log_of_the_server(

@@ -15,7 +15,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.serving.real_engines import HELLO, RealEngine, config_of, judge_url, url_of
+from tests.serving.real_engines import FORKING, HELLO, RealEngine, config_of, judge_url, url_of
 from tests.support.gsm8k import ROOT
 from tests.support.servers import CHAT
 
@@ -50,7 +50,7 @@ def engine_config(
         engine="sglang",
         python=str(ENVIRONMENT / "bin" / "python"),
         max_model_len=512,
-        env={"SGLANG_DISABLED_MODEL_ARCHS": _other_models()},
+        env={"SGLANG_DISABLED_MODEL_ARCHS": _other_models()} | FORKING,
         # Without the last option, a random model may spend all its tokens on the spaces that JSON allows.
         device="cpu",
         engine_args={"max_total_tokens": 4096, "constrained_json_disable_any_whitespace": True},

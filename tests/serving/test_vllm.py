@@ -12,7 +12,7 @@ import pytest
 
 from reward_loop.config import RewardModelConfig
 from reward_loop.serving import RewardModelManager
-from tests.serving.real_engines import HELLO, IN_THE_ENGINE_PROCESS, RealEngine, config_of, judge_url, url_of
+from tests.serving.real_engines import FORKING, HELLO, IN_THE_ENGINE_PROCESS, RealEngine, config_of, judge_url, url_of
 from tests.support.servers import CHAT
 
 pytestmark = [
@@ -37,7 +37,7 @@ def engine_config(
         engine="vllm",
         device="cpu",
         max_model_len=256,
-        env=IN_THE_ENGINE_PROCESS,
+        env=IN_THE_ENGINE_PROCESS | FORKING,
         engine_args={"kv_cache_memory_bytes": "32M", "max_num_seqs": 16},
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _real = time.monotonic
 _ahead = 0.0
@@ -26,6 +28,25 @@ async def advance(seconds: float) -> None:
     _ahead += seconds
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+async def hastened(awaitable: Awaitable[T]) -> T:
+    """Await something of this event loop, whose pauses take no time: the clock is set forward until it is done."""
+    task = asyncio.ensure_future(awaitable)
+    while not task.done():
+        await advance(0.01)
+    return task.result()
+
+
+async def settle() -> None:
+    """Let all tasks of the event loop run as far as they can."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def within(awaitable: Awaitable[T]) -> T:
+    """Await something, for at most 30 s."""
+    return await asyncio.wait_for(awaitable, 30)
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -6,9 +6,11 @@ An import of torch and transformers takes some 5 s of CPU time, and one of verl 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.nodes import Node
 from examples.verl_cpu import ENVIRONMENT
 from tests.support.gsm8k import ROOT
 from tests.support.preload import preloaded
@@ -98,24 +99,14 @@ def output_of(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def run_forked(
-    module: Sequence[str],
-    environment: Mapping[str, str],
-    directory: Path,
-    log: Path,
-    *,
-    node: Node | None = None,
-    python: str | None = None,
-) -> int | None:
-    """Runs ``python -m MODULE ARGUMENTS`` in a process of a fork server, and waits for its end.
+def run_forked(module: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> int | None:
+    """Runs ``python -m MODULE ARGUMENTS`` in a process of the fork server, and waits for its end.
 
     Args:
         module: the name of the module, and its arguments.
         environment: all environment variables.
         directory: its current directory, of this process alone.
         log: receives its output.
-        node: the node on which it runs; by default, on none.
-        python: the Python that asks the fork server of the node; by default, that of `worker_python`.
 
     Returns:
         The exit status, or ``None`` if a signal killed the process.
@@ -126,8 +117,7 @@ def run_forked(
     trainer, ended = directory / "trainer", directory / "status"
     for file in (trainer, ended):
         file.unlink(missing_ok=True)
-    on_node = functools.partial(node.command, directory=directory) if node else lambda *command: list(command)
-    command = on_node(*shlex.split(python or worker_python()), str(PROGRAM), *module)
+    command = [*shlex.split(worker_python()), str(PROGRAM), *module]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
@@ -139,8 +129,9 @@ def run_forked(
         raise AssertionError(f"the run did not end within {TIMEOUT_S} s:\n{end}") from None
     finally:
         if process.poll() is None:
-            if trainer.exists():  # the process group of the trainer, by its id on the node
-                subprocess.run(on_node("bash", "-c", f"kill -KILL -- -{trainer.read_text()}"), check=False)
+            if trainer.exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(trainer.read_text()), signal.SIGKILL)
             process.kill()
             process.wait()
     return int(ended.read_text()) if ended.exists() else None

@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,6 @@ from tests.support.clock import until as until
 STUB_COMMAND = [sys.executable, str(Path(__file__).with_name("stub_server.py"))]
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serving(
     app: Any, http: Any = "httptools", listener: socket.socket | None = None, **options: Any
@@ -43,13 +37,20 @@ async def serving(
     listener = listener or listen("127.0.0.1")
     lifespan = "on" if isinstance(app, FastAPI) else "off"
     options |= {"log_level": "error", "date_header": False, "server_header": False}
-    server = _Server(uvicorn.Config(app, http=http, lifespan=lifespan, **options))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    config = uvicorn.Config(app, http=http, lifespan=lifespan, **options)
+    config.load()
+    # Not `serve`: it asks ten times a second whether to stop, and sleeps to stop, 0.2 s for each server of each test.
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
     try:
         yield url_of(listener)
     finally:
-        server.should_exit = True
-        await task
+        server.servers[0].close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+        await server.lifespan.shutdown()
 
 
 @contextlib.asynccontextmanager

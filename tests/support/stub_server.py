@@ -6,7 +6,7 @@ Environment variables:
 - ``STUB_GATE``: a file; POST requests are answered when it exists.
 - ``STUB_HANGS``: a file; while it exists, POST requests wait, as those of a server whose GPU hangs.
 - ``STUB_EXIT``: print an error and exit with this status.
-- ``STUB_DEAF``: never accept a connection, and ignore SIGTERM.
+- ``STUB_DEAF``: never accept a connection; with the value ``SIGTERM``, ignore that signal, too.
 - ``REWARD_LOOP_SERVER_KEY``: POST requests without this API key are answered with 401.
 """
 
@@ -69,8 +69,9 @@ def main() -> None:
     if status := os.environ.get("STUB_EXIT"):
         print("the stub is told to fail", file=sys.stderr)
         sys.exit(int(status))
-    if os.environ.get("STUB_DEAF"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if deaf := os.environ.get("STUB_DEAF"):
+        if deaf == "SIGTERM":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("the stub is deaf", flush=True)
         threading.Event().wait()
     server = ThreadingHTTPServer(("127.0.0.1", args.port or 0), Handler, bind_and_activate=args.port is not None)

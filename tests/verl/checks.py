@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from reward_loop.index.index import open_index
 from reward_loop.index.phases import StepTimes
@@ -19,6 +21,8 @@ from reward_loop.view.timeline import timeline
 from tests.support.counted import rows_that_count
 from tests.verl import rewards
 from tests.verl.away import AWAY_S
+from tests.verl.minibatches import Update
+from tests.verl.recompute import learnt
 from tests.verl.runs import Run
 
 
@@ -38,29 +42,28 @@ def groups(rollouts: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return dict(members)
 
 
-def check_scores(rollouts: list[dict[str, Any]], *, compared: bool = True) -> None:
-    """Every score is what :class:`tests.verl.rewards.Mixed` says of the response and, if it is ``compared``, of its
-    group."""
-    for group in groups(rollouts).values():
-        numbers = [rewards.number(row["output"]) for row in group]
-        own = [n % 100 / 100 for n in numbers if n % 7 > 1]
-        scored = iter(rewards.halve_all_but_the_best(own) if compared else own)
-        expected = [next(scored) if n % 7 > 1 else None for n in numbers]  # masked samples have no score
-        assert [row["score"] for row in group] == pytest.approx(expected)
+def check_scores(rollouts: list[dict[str, Any]]) -> None:
+    """Every score is what :class:`tests.verl.rewards.Held` says of the response."""
+    numbers = [rewards.number(row["output"]) for row in rollouts]
+    expected = [n % 100 / 100 if n % 7 > 1 else None for n in numbers]  # masked samples have no score
+    assert [row["score"] for row in rollouts] == pytest.approx(expected)
 
 
-def trained_scores(rollouts: list[dict[str, Any]]) -> list[float]:
-    """The scores that are trained on: not of masked samples, nor of one that is left alone in its group."""
-    trained = []
-    for group in groups(rollouts).values():
-        scored = [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1]
-        trained += scored if len(scored) > 1 else []
-    return trained
+def scored_groups(rollouts: list[dict[str, Any]], masked: Collection[int] = (0, 1)) -> list[dict[str, float]]:
+    """The scores of each group by sample, without those that are masked.
+
+    Masked is a response whose number has one of these remainders by 7.
+    """
+    return [
+        {row["uid"]: row["score"] for row in group if rewards.number(row["output"]) % 7 not in masked}
+        for group in groups(rollouts).values()
+    ]
 
 
 def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
-    """The metrics of scores are those of the samples, recomputed."""
-    trained = trained_scores(rollouts)
+    """The metrics of scores and the live numbers are those of the samples, recomputed."""
+    # One that is left alone in its group is not trained on.
+    trained = [score for scores in scored_groups(rollouts) if len(scores) > 1 for score in scores.values()]
     for name in ("critic/score", "critic/rewards"):
         assert metrics[f"{name}/mean"] == pytest.approx(statistics.mean(trained), abs=1e-6)
         assert metrics[f"{name}/max"] == pytest.approx(max(trained))
@@ -71,17 +74,8 @@ def check_reward_metrics(metrics: dict[str, Any], rollouts: list[dict[str, Any]]
     assert metrics["reward_loop/scored"] == len(raw)
     assert metrics["reward_loop/unscored"] == sum(number % 7 == 0 for number in numbers)
     assert metrics["reward_loop/failed"] == sum(number % 7 == 1 for number in numbers)
-    check_health(metrics, rollouts)
-
-
-def check_health(metrics: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
-    """The live numbers are those of the samples, recomputed."""
-    numbers = [rewards.number(row["output"]) for row in rollouts]
     # Dumps of some modes have 0 for a masked sample.
-    scored = [
-        [row["score"] for row in group if rewards.number(row["output"]) % 7 > 1] for group in groups(rollouts).values()
-    ]
-    equal = [len(set(scores)) == 1 for scores in scored if len(scores) > 1]
+    equal = [len(set(scores.values())) == 1 for scores in scored_groups(rollouts) if len(scores) > 1]
     expected = {
         "masked_share": statistics.mean(number % 7 <= 1 for number in numbers),
         "no_verdict": statistics.mean(number % 7 == 0 for number in numbers),
@@ -104,19 +98,56 @@ def check_failure_line(run: Run, of: str, metrics: dict[str, Any], prefix: str =
     assert f"reward-loop view {run.directory / 'checkpoints' / 'rewards'}" in line
 
 
-def expected_advantages(rollouts: list[dict[str, Any]]) -> list[float]:
-    """The advantages of the samples that are trained on; see `advantages_by_uid`."""
-    return list(advantages_by_uid(rollouts).values())
+def check_advantages(run: Run, made: list[Update], steps: Iterable[int]) -> None:
+    """Each row that an update learns from has the advantage of the function's own scores, by verl's own function, and
+    each sample that is not masked is learnt from once."""
+    expected, trained = {}, Counter[str]()
+    for step in steps:
+        rollouts = run.rollouts(step)
+        scores = own_scores(rollouts)
+        assert {row["uid"]: row["score"] or 0.0 for row in rollouts} == scores
+        expected |= _grpo_advantages(rollouts, scores)
+    for update in made:
+        learning = set(learnt(update))
+        for row, (uid, session) in enumerate(update.keys):
+            masks = [update.rows[name][row] for name in ("response_mask", "loss_mask")]
+            advantages = update.rows["advantages"][row]
+            if row in learning:
+                name = f"{uid}_{session}_0"
+                trained[name] += 1
+                assert all(mask.all() for mask in masks)
+                # Sums over a group, in any order.
+                assert advantages.tolist() == pytest.approx([expected[name]] * len(advantages), rel=1e-6, abs=1e-6)
+            else:
+                assert not any(mask.any() for mask in (*masks, advantages))
+    assert trained == Counter(dict.fromkeys(expected, 1))
+
+
+def own_scores(rollouts: list[dict[str, Any]]) -> dict[str, float]:
+    """What :class:`tests.verl.rewards.Mixed` says of each response, as the float32 that verl trains with."""
+    scores = dict.fromkeys((row["uid"] for row in rollouts), 0.0)
+    for group in groups(rollouts).values():
+        scored = {row["uid"]: n % 100 / 100 for row in group if (n := rewards.number(row["output"])) % 7 > 1}
+        halved = rewards.halve_all_but_the_best(list(scored.values())) if scored else []
+        scores |= dict(zip(scored, map(float, np.float32(halved)), strict=True))
+    return scores
+
+
+def _grpo_advantages(rollouts: list[dict[str, Any]], scores: dict[str, float]) -> dict[str, float]:
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    trained = advantages_by_uid(rollouts).keys()
+    uids = [row["uid"] for row in rollouts if row["uid"] in trained]
+    rows = torch.tensor([[scores[uid]] for uid in uids])
+    index = np.array([uid.rsplit("_", 2)[0] for uid in uids], dtype=object)
+    advantages, _ = compute_grpo_outcome_advantage(rows, torch.ones_like(rows), index)
+    return dict(zip(uids, advantages[:, 0].tolist(), strict=True))
 
 
 def advantages_by_uid(rollouts: list[dict[str, Any]], masked: Collection[int] = (0, 1)) -> dict[str, float]:
-    """GRPO by hand: the masked leave their group, and who is left alone has no baseline.
-
-    Masked is a response whose number has one of these remainders by 7.
-    """
+    """GRPO by hand: the masked leave their group, and who is left alone has no baseline."""
     advantages = {}
-    for group in groups(rollouts).values():
-        scores = {row["uid"]: row["score"] for row in group if rewards.number(row["output"]) % 7 not in masked}
+    for scores in scored_groups(rollouts, masked):
         if len(scores) > 1:
             mean, deviation = statistics.mean(scores.values()), statistics.stdev(scores.values())
             advantages |= {uid: (score - mean) / (deviation + 1e-6) for uid, score in scores.items()}
@@ -140,9 +171,7 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
     lanes: set[str] = set()
     for step in steps[:last]:
         metrics, seconds = run.steps[step], by_step[step]["phases"]
-        timings = {
-            name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")
-        }
+        timings = run.figures(step, "timing_s/")
         assert phases_of_mode <= seconds.keys()
         for name in seconds.keys() - {"other"}:
             assert seconds[name] == pytest.approx(timings[name], abs=1e-3), (step, name)

@@ -16,6 +16,13 @@ from examples import verl_cpu
 from reward_loop.verl.installed import verl_config_dir
 from reward_loop.verl.options import CONFIG_DIR, RewardSettings, resolve
 
+ROLLOUT_ELSEWHERE = (
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+)
+"""What the mode ``separate_async`` needs."""
+
 
 def configuration(*overrides: str, name: str = "ppo_trainer", folder: Path | None = None) -> DictConfig:
     """Composes a configuration. Overrides that choose another file of verl have no effect.
@@ -50,3 +57,9 @@ def resolved(*overrides: str, name: str = "ppo_trainer", folder: Path | None = N
 def settled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
     """The whole configuration, with old keys moved to their successors."""
     return resolved(*overrides, name=name).config
+
+
+def pipeline(*overrides: str, **options: object) -> DictConfig:
+    """The whole configuration of the mode ``reward_pipeline`` with GRPO and these ``options`` of the mode."""
+    of_mode = (f"trainer.v1.reward_pipeline.{name}={value}" for name, value in options.items())
+    return settled("trainer.v1.trainer_mode=reward_pipeline", "algorithm.adv_estimator=grpo", *of_mode, *overrides)

@@ -1,10 +1,32 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.gsm8k import ROOT
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray whose workers find the modules of the tests."""
+    from tests.support.local_ray import local_ray
+
+    with local_ray(runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}}):
+        yield
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TransferQueue as a dict, for all that reads and writes it by `tq_rows`."""
+    from reward_loop.verl import tq_rows
+    from tests.verl.fake_queue import FakeQueue
+
+    queue = FakeQueue()
+    monkeypatch.setattr(tq_rows, "tq", queue)
+    return queue
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
+THREE_TOKENS = torch.ones(3, dtype=torch.long)
+
 
 class FakeQueue:
     """Stands where the module ``transfer_queue`` is. Keys are unique over the partitions."""
@@ -17,13 +19,14 @@ class FakeQueue:
         self.rows: dict[str, dict[str, Any]] = {}
         self.fetched: list[set[str]] = []
 
-    def put(self, key: str, score: float, info: dict[str, Any], tokens: int = 3) -> None:
-        """Add a trajectory with a reward, without tags."""
-        scores = torch.zeros(tokens)
+    def put(self, key: str, score: float, info: dict[str, Any], mask: torch.Tensor = THREE_TOKENS) -> None:
+        """Add a trajectory with a reward at its last token, without tags."""
+        scores = torch.zeros(len(mask))
         scores[-1] = score
         self.rows[key] = {
-            "responses": torch.ones(tokens, dtype=torch.long),
-            "response_mask": torch.ones(tokens, dtype=torch.long),
+            "responses": torch.ones_like(mask),
+            "response_mask": mask,
+            "loss_mask": mask,
             "rm_scores": scores,
             "extra_fields": {"reward_extra_info": info},
         }

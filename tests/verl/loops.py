@@ -18,7 +18,8 @@ class Seeded(SingleTurnAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         name = f"{kwargs['raw_prompt']} {kwargs['session_id']} {kwargs['global_steps']}"
-        return await super().run({**sampling_params, "seed": zlib.crc32(name.encode())}, priority, **kwargs)
+        sampling = {**sampling_params, "seed": zlib.crc32(name.encode()), "max_tokens": 12}
+        return await super().run(sampling, priority, **kwargs)
 
 
 class Uneven(Seeded):
@@ -32,17 +33,6 @@ class Uneven(Seeded):
         if kind == 2 and first:
             return [output, await super().run(sampling_params, priority, **kwargs)]
         return output
-
-
-class Twofold(Seeded):
-    """The first session of each prompt has two outputs; reward functions get their number as ``outputs``."""
-
-    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
-        last = await super().run(sampling_params, priority, **kwargs)
-        if kwargs["session_id"]:
-            return last
-        last.extra_fields["outputs"] = 2
-        return [await super().run(sampling_params, priority, **{**kwargs, "session_id": "first"}), last]
 
 
 class Timed(SingleTurnAgentLoop):

@@ -1,16 +1,15 @@
-"""What verl's engines receive and do in each update: rows, weights before and after, gradient before clipping.
+"""What verl's actor receives and does in each update: rows, weights before and after, gradient before clipping.
 
 In a run of verl's trainer, `recording` gives the environment and `Update` reads what was recorded:
 
-    run = train(directory, policy, ..., function="plain", environment=recording(directory))
-    for update in updates(directory, "language_model"):
+    run = train(directory, policy, ..., function="Mixed", environment=recording(directory))
+    for update in updates(directory):
         update.rows["advantages"]
-
-In a process that has an engine already, call `install`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ DIRECTORY = "MINI_BATCHES"
 """The environment variable that names the directory of the records."""
 
 ROWS = (
-    *("prompts", "responses", "response_mask", "loss_mask", "rm_scores", "advantages", "returns"),
-    *("old_log_probs", "ref_log_prob", "values", "rollout_is_weights", "token_level_rewards"),
+    *("prompts", "responses", "response_mask", "loss_mask", "advantages"),
+    *("old_log_probs", "ref_log_prob", "rollout_is_weights"),
 )
 """The fields of a row that are recorded if they are there. Each row is a tensor of its own length."""
 
@@ -63,14 +62,14 @@ def recording(directory: Path) -> dict[str, str]:
     }
 
 
-def updates(directory: Path, model: str = "language_model") -> list[Update]:
-    """The updates of the actor (``language_model``) or of the critic (``value_model``), in their order."""
-    numbers = sorted({int(path.stem.rsplit("-", 1)[1]) for path in directory.glob(f"{model}-*.pt")})
-    return [_merged(directory, model, number) for number in numbers]
+def updates(directory: Path) -> list[Update]:
+    """The updates in their order."""
+    numbers = sorted({int(path.stem.rsplit("-", 1)[1]) for path in directory.glob("*.pt")})
+    return [_merged(directory, number) for number in numbers]
 
 
-def _merged(directory: Path, model: str, number: int) -> Update:
-    paths = sorted(directory.glob(f"{model}-*-{number}.pt"), key=lambda path: int(path.stem.split("-")[1]))
+def _merged(directory: Path, number: int) -> Update:
+    paths = sorted(directory.glob(f"*-{number}.pt"), key=lambda path: int(path.stem.split("-")[0]))
     records = [torch.load(path, weights_only=False) for path in paths]
     first = records[0]
     rows = {name: [row for record in records for row in record["rows"][name]] for name in first["rows"]}
@@ -78,15 +77,15 @@ def _merged(directory: Path, model: str, number: int) -> Update:
 
 
 def install(directory: Path) -> None:
-    """Has every engine of this process record its updates; a second call changes the directory and starts anew."""
+    """Has the actor's engine of this process record its updates."""
     from verl.workers.engine.base import BaseEngine
 
-    train_batch = getattr(BaseEngine.train_batch, "__wrapped__", BaseEngine.train_batch)
-    counts: dict[str, int] = {}
+    train_batch, numbers = BaseEngine.train_batch, itertools.count(1)
 
     @wraps(train_batch)
     def recorded(self: Any, data: Any, loss_function: Callable[..., Any]) -> Any:
-        model = self.model_config.model_type
+        if self.model_config.model_type != "language_model":
+            return train_batch(self, data, loss_function)  # the critic
         record = {"rows": _rows(data), "global_batch_size": _plain(data, "global_batch_size")}
         record |= {"temperature": _plain(data, "temperature") or 1.0, "before": _weights(self)}
         optimizer_step = self.optimizer_step
@@ -101,8 +100,7 @@ def install(directory: Path) -> None:
         finally:
             del self.optimizer_step
         record["after"] = _weights(self)
-        number = counts[model] = counts.get(model, 0) + 1
-        torch.save(record, directory / f"{model}-{self.get_data_parallel_rank()}-{number}.pt")
+        torch.save(record, directory / f"{self.get_data_parallel_rank()}-{next(numbers)}.pt")
         return output
 
     BaseEngine.train_batch = recorded

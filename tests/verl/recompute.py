@@ -31,6 +31,8 @@ def gradient(policy: Path, update: Update, aggregation: str, *, kl_coef: float) 
         log_probs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[-len(response) :, 0]
         ratio = (log_probs - rows["old_log_probs"][row].double()).exp()
         loss = _clipped(rows["advantages"][row].double(), ratio)
+        if "rollout_is_weights" in rows:
+            loss = loss * rows["rollout_is_weights"][row].double()
         difference = rows["ref_log_prob"][row].double() - log_probs
         losses.append(loss + kl_coef * (difference.exp() - difference - 1).clamp(-10, 10))
         masks.append(rows["response_mask"][row].double())

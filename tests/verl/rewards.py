@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from reward_loop.agent import queue_metrics
@@ -38,7 +37,8 @@ def halve_all_but_the_best(scores: list[float]) -> list[float]:
 
 class Mixed:
     """Scores most responses; has no opinion on some, and fails on others. The keys of its extra info differ. In
-    training, who is not the best of the group gets half."""
+    training, who is not the best of the group gets half. With the directory of the served reward ``model``, it is
+    asked first, and things happen: see `_harried`."""
 
     async def compute_score(
         self,
@@ -52,7 +52,11 @@ class Mixed:
         global_steps: int | None = None,
         training_progress: float | None = None,
         validate: bool | None = None,
+        reward_router_address: str | None = None,
+        model: str | None = None,
     ) -> dict | None:
+        if reward_router_address and model and not validate:
+            await _harried(solution_str, reward_router_address, model, global_steps)
         asked = {
             "prompt": prompt,
             "response_ids": response_ids,
@@ -62,8 +66,6 @@ class Mixed:
             "training_progress": training_progress,
             "validate": validate,
         }
-        if judge := os.environ.get("REWARD_JUDGE"):  # see `away.py`
-            await chat_complete(judge, solution_str)
         value = number(solution_str)
         score: float | None = (value % 100) / 100
         outcome = "scored"
@@ -72,7 +74,8 @@ class Mixed:
         elif value % 7 == 1:
             score, outcome = None, "failed"
         split = extra_info["split"]
-        _log(output=solution_str, gts=ground_truth, score=score, outcome=outcome, split=split, asked=asked)
+        line = {"output": solution_str, "gts": ground_truth, "score": score, "outcome": outcome, "split": split}
+        _log(**line, asked=asked, pid=os.getpid())
         if outcome == "failed":
             raise ValueError(f"no score for {value}")
         if score is None:
@@ -100,54 +103,28 @@ def flaky(solution_str: str, ground_truth: str, extra_info: dict, factor: float)
     return {"score": score, "digit": value % 10}
 
 
-LOST = range(3)
-"""The prompts whose judge always fails, for `in_parts`."""
-
-
-async def in_parts(solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
-    """Scores most responses, with a score for the one turn. Fails on some, leaves some unscored, and gives some scores
-    for three turns."""
-    value, index, outputs = number(solution_str), extra_info["index"], extra_info.get("outputs", 1)
-    score = trained_score(solution_str, index, outputs)
-    _log(output=solution_str, gts=ground_truth, score=score, split=extra_info["split"])
-    if score is not None:
-        return {"score": score, "turn_level_scores": np.array([score])}
-    if value % 7 == 2 or does_not_fit(index, outputs):
-        return {"score": 50.0, "turn_level_scores": [10.0, 20.0, 20.0]}
-    if value % 7 == 0:
-        return None
-    raise ValueError(f"no score for {value}")
-
-
-def does_not_fit(index: int, outputs: int) -> bool:
-    """Whether `in_parts` gives scores for three turns to every response of a session with this number of outputs."""
-    return index % 5 == 3 and outputs > 1
-
-
-def trained_score(solution_str: str, index: int, outputs: int) -> float | None:
-    """What a response that `in_parts` judges is trained with; None if it is masked."""
-    value = number(solution_str)
-    masked = index in LOST or value % 7 <= 2 or does_not_fit(index, outputs)
-    return None if masked else (value % 100) / 100
-
-
 class Slow(Mixed):
-    """As :class:`Mixed`, after up to a second; the first response to the first prompt of training only after the
-    trainer has begun with other groups."""
+    """As :class:`Mixed`, after up to a second and an answer of the judge of `away.py`; the first response to the first
+    prompt of training only after the trainer has begun with other groups."""
 
     async def compute_score(self, solution_str: str, ground_truth: str, extra_info: dict) -> dict | None:
         if extra_info["split"] == "train" and extra_info["index"] == 0 and _is_first("held"):
-            async with asyncio.timeout(280):
-                while True:
-                    if _beside_the_log("trained").exists():
-                        break
-                    await asyncio.sleep(0.1)
+            await _until_true(_beside_the_log("trained").exists)
         await asyncio.sleep(number(solution_str) % 11 / 10)
+        await chat_complete(os.environ["REWARD_JUDGE"], solution_str)
         return await super().compute_score(solution_str, ground_truth, extra_info)
 
     def post_process_scores(self, scores: list[float]) -> list[float]:
         _beside_the_log("trained").touch()
         return super().post_process_scores(scores)
+
+
+async def _until_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(280):
+        while True:
+            if condition():
+                break
+            await asyncio.sleep(0.02)
 
 
 def _beside_the_log(name: str) -> Path:
@@ -232,28 +209,6 @@ def _is_over(step: int) -> bool:
     return (_beside_the_log("rollouts") / f"{step}.jsonl").exists()
 
 
-async def of_a_game(solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, Any]:
-    """Judges a game of ``examples/guessing``, after some time; fails for one game in ten."""
-    from examples.guessing.reward import compute_score
-
-    await asyncio.sleep(number(solution_str) % 7 / 10)
-    result = await compute_score(ground_truth, extra_info)
-    result["score"] += number(solution_str) % 97 / 97
-    outcome = "failed" if number(solution_str) % 10 == 1 else "scored"
-    line = {"score": result["score"], "outcome": outcome, "split": extra_info["split"]}
-    _log(output=solution_str, gts=ground_truth, guesses=extra_info["guesses"], **line)
-    if outcome == "failed":
-        raise ConnectionError("the judge of the environment is gone")
-    return result
-
-
-def plain(solution_str: str, ground_truth: str, extra_info: dict) -> float:
-    """A sync function that scores everything."""
-    score = (number(solution_str) % 100) / 100
-    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
-    return score
-
-
 BATCH = 8
 """The prompts of a step, for `Away`."""
 
@@ -294,11 +249,7 @@ class Away:
 
     async def _kill(self, step: int) -> None:
         dumped = _beside_the_log("rollouts") / f"{step - 1}.jsonl"  # verl writes it after the checkpoint
-        async with asyncio.timeout(280):
-            while True:
-                if dumped.exists() and dumped.read_text().endswith("\n"):
-                    break
-                await asyncio.sleep(0.02)
+        await _until_true(lambda: dumped.exists() and dumped.read_text().endswith("\n"))
         if _is_first(self.KILLED[step]):
             if step == 3:
                 pid = int(_beside_the_log("trainer").read_text())
@@ -308,19 +259,46 @@ class Away:
         await asyncio.Event().wait()  # until this process ends, too
 
 
-def rare(solution_str: str) -> float:
-    """Rewards one response in four or so, so that many groups get no reward at all."""
-    return float(number(solution_str) % 4 == 0)
+GONE = "the judge of the environment is gone"
+
+
+async def rare(solution_str: str, ground_truth: str, extra_info: dict) -> float | dict:
+    """Rewards one response in four or so, so that many groups get no reward at all. Of the games of
+    ``examples/guessing``, one in ten fails."""
+    score = float(number(solution_str) % 4 == 0)
+    if "guesses" not in extra_info:
+        return score
+    guesses, outcome = extra_info["guesses"], "failed" if number(solution_str) % 10 == 1 else "scored"
+    _log(output=solution_str, gts=ground_truth, score=score, outcome=outcome, guesses=guesses)
+    if outcome == "failed":
+        raise ConnectionError(GONE)
+    return {"score": score, "guesses": guesses}
+
+
+STEPS = (1, 2)
+"""The steps before Ctrl-C, for `_harried`."""
+
+
+async def _harried(solution_str: str, reward_router_address: str, model: str, global_steps: int | None) -> None:
+    """Asks the reward model. At the 20th call of the run, its server is killed, and at the 30th this reward worker.
+    After `STEPS`, Ctrl-C is pressed on the trainer, again and again."""
+    lines = Path(os.environ["REWARD_LOG"])
+    seen = len(lines.read_text().splitlines()) if lines.exists() else 0
+    if seen >= 20 and not _beside_the_log("killed-server").exists():  # a list of all processes takes long
+        for process in _processes(("reward_loop.serving.embedded", model)):
+            _kill_once(process.pid, "killed-server")
+    if seen >= 30:
+        _kill_once(os.getpid(), "killed-worker")
+    if global_steps is not None and global_steps > STEPS[-1]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)
+    assert isinstance(await classify(reward_router_address, solution_str or " ", timeout=None), float)
 
 
 def _kill_once(pid: int, marker: str) -> None:
     if _is_first(marker):
+        _beside_the_log(marker).write_text(str(pid))
         os.kill(pid, signal.SIGKILL)
-
-
-def processes_with(*words: str) -> list[int]:
-    """The processes with all these words in their command lines."""
-    return [process.pid for process in _processes(words)]
 
 
 def _processes(words: Sequence[str]) -> list[psutil.Process]:
@@ -332,27 +310,6 @@ def processes_left(*words: str) -> list[psutil.Process]:
     """The processes with all these words in their command lines that do not end within 30 s."""
     _, left = psutil.wait_procs(_processes(words), timeout=30)
     return left
-
-
-async def judged(
-    solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str, model: str
-) -> float:
-    """Asks the reward model. At its 20th sample it kills the model server, and at its 30th the reward worker itself;
-    from the 160th on it presses Ctrl-C on the trainer, again and again."""
-    lines = Path(os.environ["REWARD_LOG"])
-    seen = len(lines.read_text().splitlines()) if lines.exists() else 0
-    if seen >= 20 and not _beside_the_log("killed-server").exists():  # a list of all processes takes long
-        for pid in processes_with("reward_loop.serving.embedded", model):
-            _kill_once(pid, "killed-server")
-    if seen >= 30:
-        _kill_once(os.getpid(), "killed-worker")
-    if seen >= 160:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)
-    score = await classify(reward_router_address, solution_str or " ", timeout=None)
-    assert isinstance(score, float)
-    _log(output=solution_str, gts=ground_truth, score=score, outcome="scored", split=extra_info["split"])
-    return score
 
 
 async def watched(solution_str: str, ground_truth: str, extra_info: dict, reward_router_address: str) -> float:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from examples.nodes import Node
 from reward_loop.verl.installed import SUPPORTED, installed_version
 from tests.support.fork_server import module_environment, run_forked, worker_python
 from tests.support.local_ray import ray_address, stop_ray
@@ -49,6 +48,10 @@ class Run:
             steps.setdefault(line["step"], {}).update(line["data"])
         return steps
 
+    def figures(self, step: int, prefix: str) -> dict[str, Any]:
+        """The metrics of a step whose names have this prefix, without it."""
+        return {name.removeprefix(prefix): v for name, v in self.steps[step].items() if name.startswith(prefix)}
+
     @property
     def calls(self) -> list[dict[str, Any]]:
         """What the reward function wrote, in the order of its calls."""
@@ -74,8 +77,8 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
-def write_data(directory: Path, prompts: int = 16, validation: int = 8) -> None:
-    """Makes a data set in verl's format."""
+def write_data(directory: Path, prompts: int = 16, validation: int = 8, agents: Sequence[str] = ()) -> None:
+    """Makes a data set in verl's format. Its prompts have these agent loops in turn, if any."""
     for split, count, first in (("train", prompts, 0), ("val", validation, 1000)):
         rows = [
             {
@@ -86,6 +89,8 @@ def write_data(directory: Path, prompts: int = 16, validation: int = 8) -> None:
             }
             for i in range(first, first + count)
         ]
+        for i, row in enumerate(rows if agents else ()):
+            row["agent_name"] = agents[i % len(agents)]
         pd.DataFrame(rows).to_parquet(directory / f"{split}.parquet")
 
 
@@ -96,8 +101,6 @@ def train(
     function: str,
     reward_loop: bool = True,
     environment: Mapping[str, str] | None = None,
-    node: Node | None = None,
-    python: str | None = None,
     own_ray: bool = False,
     returncode: int | None = 0,
 ) -> Run:
@@ -110,8 +113,6 @@ def train(
         function: the name of the reward function in ``rewards.py``.
         reward_loop: whether the reward loop is on, by the mode ``reward_pipeline`` or by its option.
         environment: more environment variables, as of :func:`tests.verl.minibatches.recording`.
-        node: the node of a running Ray cluster on which the command runs.
-        python: Ray's ``py_executable``; by default that of :func:`worker_python`.
         own_ray: whether the command starts a Ray of its own, as users' commands do. By default, it joins the Ray of
             `tests.support.local_ray`.
         returncode: the exit status that is expected; ``None`` if a signal kills the command.
@@ -143,7 +144,7 @@ def train(
         f"custom_reward_function.path={Path(__file__).with_name('rewards.py')}",
         f"custom_reward_function.name={function}",
         *([] if own_ray else RUNNING_RAY),
-        f"+ray_kwargs.ray_init.runtime_env.py_executable={python or worker_python()!r}",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={worker_python()!r}",
         *overrides,
     ]
     given = {
@@ -153,13 +154,11 @@ def train(
         **(environment or {}),
     }
     environment = {**os.environ, **given}
-    if node is not None or not own_ray:
-        # A running Ray does not have the environment of the command.
+    if not own_ray:  # a running Ray does not have the environment of the command
         module += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
-    if node is None and not own_ray:
         environment["RAY_ADDRESS"] = ray_address()
     log = directory / "output.log"
-    status = run_forked(module, environment, directory, log, node=node, python=python)
+    status = run_forked(module, environment, directory, log)
     output = log.read_text(errors="replace")
     if status != returncode:
         stop_ray()

@@ -18,6 +18,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict as fields_of_
 
 import reward_loop
 from reward_loop.config import RewardLoopConfig
+from reward_loop.errors import ConfigError
 from reward_loop.records import records
 from reward_loop.records.trainer_events import read_events
 from reward_loop.types import Reward, RewardSample
@@ -189,21 +190,18 @@ async def test_trajectories_are_published_before_their_rewards(
     worker.reward.set_result(0.5)
     await running
     assert {row["rm_scores"] for row in queue.fields.values()} == {0.5}
-    for key in queue.fields:
-        requested, arrived = queue.tags[key]["judged"]
+    for fields in queue.fields.values():
+        requested, arrived = fields["extra_fields"]["judging_times"]
         assert requested <= arrived
     assert [tag for tag in queue.tags.values() if tag.get("generated")] == [queue.tags[f"q_{last}_0"]]
     assert len(worker.sent) == last + 1
 
 
-@pytest.mark.parametrize(
-    ("mask", "turns"), [([1, 1, 0, 0, 0, 1], [2, 3, 1]), ([1, 1], [2]), ([0, 1], [0, 1, 1]), ([], [])]
-)
-async def test_the_lengths_of_turns_reach_the_reward_workers(worker: Any, mask: list[int], turns: Any) -> None:
-    worker.mask = mask
+async def test_the_lengths_of_turns_reach_the_reward_workers(worker: Any) -> None:
+    worker.mask = [1, 1, 0, 0, 0, 1]
     await run(worker, validate=True)
     (sent,) = worker.sent
-    assert sent.get(TURNS) == turns
+    assert sent[TURNS] == [2, 3, 1]
 
 
 async def test_a_score_of_an_output_that_is_not_the_last_is_replaced_as_in_verl(worker: Any, queue: Queue) -> None:
@@ -243,6 +241,26 @@ async def test_a_session_whose_judging_fails_is_masked(worker: Any, queue: Queue
     assert "no judge" in info["reward_error"]
     assert UID not in queue.tags, "the session has a trajectory"
     assert queue.fields["q_1_0"]["rm_scores"] == 0.5
+
+
+async def test_a_sample_whose_judging_raises_counts_for_the_failure_bound(worker: Any) -> None:
+    """No worker has counted it: verl's asynchronous modes would replace such groups indefinitely."""
+    counted: list[str] = []
+
+    async def count(error: str, cause: str) -> None:
+        counted.append(f"{cause}, {error}")
+
+    async def fails(sample: Any) -> Any:
+        raise KeyError("a bug of the manager") if sample.uid == "q_0" else ConfigError("stops the run itself")
+
+    worker.reward_loop_worker_handles[0].count_failure = count
+    worker.fails = {1: "judging"}
+    await run(worker)
+    assert counted == ["RuntimeError, rollout q_1: RuntimeError: no judge"]
+    worker.reward_loop_worker_handles[0].compute_score = SimpleNamespace(remote=fails)
+    worker.loop = asks
+    await run(worker)
+    assert counted[1:] == ["KeyError, rollout q_0: KeyError: 'a bug of the manager'"]
 
 
 async def test_a_judge_has_ended_when_the_trajectory_cannot_be_written(worker: Any, queue: Queue) -> None:
@@ -314,7 +332,7 @@ class Client:
     async def stop_run(self, why: str) -> None:
         self.stopped.append(why)
 
-    def prompt(self, uid: str) -> contextlib.AbstractContextManager[None]:
+    def prompt(self, uid: str, size: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     async def score(self, sample: RewardSample) -> Reward:
@@ -324,9 +342,18 @@ class Client:
         return {"reward_score": float(number), "reward_extra_info": info}
 
 
-async def test_an_agent_loop_gets_its_reward_from_the_reward_workers(worker: Any, queue: Queue) -> None:
+def with_client(worker: Any) -> Client:
     client = Client()
     worker.reward_loop_worker_handles = [client]
+    return client
+
+
+async def asks() -> None:
+    await reward_loop.score("answer")
+
+
+async def test_an_agent_loop_gets_its_reward_from_the_reward_workers(worker: Any, queue: Queue) -> None:
+    client = with_client(worker)
 
     async def loop() -> None:
         worker.own_score = (await reward_loop.score("answer", ground_truth="4"))["reward_score"]
@@ -342,13 +369,9 @@ async def test_the_length_of_the_run_reaches_the_reward_workers(worker: Any) -> 
     worker.config.trainer = {"total_training_steps": 12}
     await run(worker)
     assert [kwargs["__total_training_steps__"] for kwargs in worker.sent] == [12, 12]
-    client = Client()
-    worker.reward_loop_worker_handles = [client]
+    client = with_client(worker)
 
-    async def loop() -> None:
-        await reward_loop.score("answer")
-
-    worker.loop = loop
+    worker.loop = asks
     await run(worker)
     assert [sample.training_progress for sample in client.samples] == [0.25, 0.25]
 
@@ -365,8 +388,7 @@ async def test_the_length_of_the_run_reaches_the_reward_workers(worker: Any) -> 
 async def test_an_invalid_reward_of_an_agent_loop_itself_obeys_the_policy(
     worker: Any, queue: Queue, score: float, info: dict[str, Any], problem: str, policy: str
 ) -> None:
-    client = Client()
-    worker.reward_loop_worker_handles = [client]
+    client = with_client(worker)
     worker._options = RewardLoopConfig(on_failed=policy, default_score=-2.0)  # type: ignore[arg-type]
     worker.own_score, worker.own_info, worker.mask = score, info, [1, 1, 0, 1, 0]
     await run(worker)
@@ -380,42 +402,38 @@ async def test_an_invalid_reward_of_an_agent_loop_itself_obeys_the_policy(
     assert (row["rm_scores"], found["reward_masked"]) == ((-2.0, False) if policy == "default" else (0.0, True))
 
 
-class Worker:
-    """A reward worker whose answers wait; it notes what it is told."""
-
-    def __init__(self) -> None:
-        self.lost: list[tuple[str, int, list[str]]] = []
-        self.lose = SimpleNamespace(remote=lambda *call: self.lost.append(call))
-
-
 async def test_rollouts_that_are_not_scored_are_reported_where_groups_are_scored_together(
     worker: Any, queue: Queue
 ) -> None:
     """Otherwise the others of their prompt would wait for them."""
-    handle = Worker()
+    lost: list[tuple[str, int, list[str]]] = []
+    handle = SimpleNamespace(lose=SimpleNamespace(remote=lambda *call: lost.append(call)))
     worker.reward_loop_worker_handles = [RewardClient([handle], RewardLoopConfig(), None)]
     worker.fails = {1: "generation"}
     await run(worker)
-    assert handle.lost == []
+    assert lost == []
     worker.reward_loop_worker_handles[0].by_group = True
     await run(worker)
-    assert handle.lost == [(UID, 2, ["q_1"])]
+    assert lost == [(UID, 2, ["q_1"])]
     # The agent loop sets a reward without requesting one; the other one fails after it was sent.
     worker.fails, worker.own_score = {1: "writing"}, 1.0
     await run(worker)
-    assert sorted(handle.lost[1:]) == [(UID, 2, ["q_0"]), (UID, 2, ["q_1"])]
+    assert sorted(lost[1:]) == [(UID, 2, ["q_0"]), (UID, 2, ["q_1"])]
+    # verl cannot make a sample of one.
+    worker.fails, worker.own_score = {1: "judging"}, None
+    await run(worker)
+    assert lost[3:] == [(UID, 2, ["q_1"])]
     assert worker.reward_loop_worker_handles[0]._prompts == {}
 
 
 async def test_a_second_reward_is_refused_where_groups_are_scored_together(worker: Any) -> None:
-    client = Client()
-    worker.reward_loop_worker_handles = [client]
+    client = with_client(worker)
 
-    async def loop() -> None:
-        for _ in range(2):
-            await reward_loop.score("answer")
+    async def asks_twice() -> None:
+        await asks()
+        await asks()
 
-    worker.loop, worker.own_score = loop, 1.0
+    worker.loop, worker.own_score = asks_twice, 1.0
     await run(worker)
     assert len(client.samples) == 4
     client.by_group = True
@@ -425,10 +443,6 @@ async def test_a_second_reward_is_refused_where_groups_are_scored_together(worke
 
 async def test_there_is_no_scorer_where_rewards_are_computed_after_the_rollout(worker: Any) -> None:
     worker.reward_loop_worker_handles = None
-
-    async def loop() -> None:
-        await reward_loop.score("answer")
-
-    worker.loop = loop
+    worker.loop = asks
     await run(worker)
     assert all("no scorer is open here" in str(error) for error in worker.ended)

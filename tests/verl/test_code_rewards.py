@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from reward_loop.types import RewardSample
 from reward_loop.verl.workers.reward_worker import RewardWorker
+from tests.support.servers import serving
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -20,34 +20,14 @@ Settings = Callable[..., Any]
 TESTS = json.dumps({"inputs": ["1 2"], "outputs": ["3"]})
 
 
-class Sandbox(BaseHTTPRequestHandler):
+sandbox = FastAPI()
+
+
+@sandbox.post("/run_code")
+async def run_code(body: dict[str, Any]) -> dict[str, Any]:
     """Answers as the service does; a program "prints" its last digit."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        result = {"status": "Finished", "return_code": 0, "stdout": body["code"].strip()[-2] + "\n", "stderr": ""}
-        content = json.dumps({"status": "Success", "run_result": result}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-async def test_verls_client_of_a_sandbox_works_in_the_processes_of_the_default_scorer(with_function: Settings) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"sandbox_fusion.url=http://127.0.0.1:{server.server_port}/run_code"
-        worker = RewardWorker(with_function(None, url), None)
-        scores = []
-        for printed in (3, 4):
-            text = f"```python\nprint({printed})\n```"
-            sample = RewardSample(text, data_source="codecontests", ground_truth=TESTS, uid=f"u_{printed}")
-            scores.append((await worker.compute_score(sample))["reward_score"])
-        server.shutdown()
-    assert scores == [1.0, 0.0]
+    result = {"status": "Finished", "return_code": 0, "stdout": body["code"].strip()[-2] + "\n", "stderr": ""}
+    return {"status": "Success", "run_result": result}
 
 
 PLUGIN = """
@@ -64,7 +44,7 @@ scorers.default_compute_score = compute_score
 """
 
 
-async def test_a_plug_in_of_verl_adds_its_scorer_in_the_processes_of_the_default_scorer(
+async def test_sandboxes_and_plug_ins_of_verl_work_in_the_processes_of_the_default_scorer(
     with_function: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "micro_vm.py").write_text(PLUGIN)
@@ -73,9 +53,16 @@ async def test_a_plug_in_of_verl_adds_its_scorer_in_the_processes_of_the_default
     (info / "entry_points.txt").write_text("[verl.plugins]\nmicro_vm = micro_vm\n")
     monkeypatch.syspath_prepend(str(tmp_path))  # as if it were installed
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    worker = RewardWorker(with_function(None), None)
-    reward = await worker.compute_score(RewardSample("x", data_source="of-the-plugin", ground_truth="1", uid="u_0"))
-    assert reward["reward_score"] == 0.75
-    assert reward["reward_extra_info"]["ran_in"] == "a micro-VM"
-    other = await worker.compute_score(RewardSample("#### 7", data_source="openai/gsm8k", ground_truth="7", uid="u_1"))
-    assert other["reward_score"] == 1.0
+    samples = [
+        RewardSample("x", data_source="of-the-plugin", ground_truth="1", uid="u_0"),
+        RewardSample("#### 7", data_source="openai/gsm8k", ground_truth="7", uid="u_1"),
+        *(
+            RewardSample(f"```python\nprint({n})\n```", data_source="codecontests", ground_truth=TESTS, uid=f"u_{n}")
+            for n in (3, 4)
+        ),
+    ]
+    async with serving(sandbox) as url:
+        worker = RewardWorker(with_function(None, f"sandbox_fusion.url={url}/run_code"), None)
+        rewards = [await worker.compute_score(sample) for sample in samples]
+    assert [reward["reward_score"] for reward in rewards] == [0.75, 1.0, 1.0, 0.0]
+    assert rewards[0]["reward_extra_info"]["ran_in"] == "a micro-VM"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from reward_loop.config import RewardModelConfig
@@ -28,15 +27,15 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, tiny_discriminative_model: Path) -> Run:
-    """Two steps with a validation before and after them, several mini-batches a step."""
+    """A step with a validation before and after it, and several mini-batches."""
     directory = tmp_path_factory.mktemp("colocated")
     return train(
         directory,
         tiny_generative_model,
         "trainer.v1.trainer_mode=reward_pipeline",
         "trainer.v1.reward_pipeline.one_step_off_policy=False",
-        "trainer.total_training_steps=2",
-        "trainer.test_freq=2",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "reward_model.enable=True",
@@ -49,10 +48,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, t
 
 def test_every_sample_is_scored_exactly_once(run: Run) -> None:
     assert run.returncode == 0, run.output[-5000:]
-    seen = [row for step in (1, 2) for row in run.rollouts(step)]
-    assert len(seen) == 2 * 8 * 4
+    seen = run.rollouts(1)
+    assert len(seen) == 8 * 4
     assert texts([call for call in run.calls if call["split"] == "train"]) == texts(seen)
-    validated = [row for step in (0, 2) for row in run.validation(step)]
+    validated = [row for step in (0, 1) for row in run.validation(step)]
     assert signature([call for call in run.calls if call["split"] == "val"]) == signature(validated)
 
 
@@ -61,19 +60,18 @@ def test_only_the_reward_model_is_awake_while_it_judges(run: Run) -> None:
 
 
 def test_nothing_is_generated_while_a_reward_model_is_awake(run: Run) -> None:
-    assert len(run.generations) == 2 * 8 * 4 + 2 * 8
+    assert len(run.generations) == 8 * 4 + 2 * 8
     assert all(generation["model_slept"] for generation in run.generations)
 
 
 def test_no_judging_is_hidden(run: Run) -> None:
-    for step in (1, 2):
-        metrics = run.steps[step]
-        assert metrics["reward_loop/scored"] == 8 * 4
-        assert 0 < metrics["reward_loop/model_wake_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
-        assert 0 < metrics["reward_loop/model_sleep_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
-        assert metrics["reward_pipeline/hidden_share"] == pytest.approx(0, abs=1e-3)
-        assert metrics["reward_pipeline/off_policy_steps"] == 0
-        assert metrics["actor/grad_norm"] > 0
+    metrics = run.steps[1]
+    assert metrics["reward_loop/scored"] == 8 * 4
+    assert 0 < metrics["reward_loop/model_wake_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
+    assert 0 < metrics["reward_loop/model_sleep_s"] < metrics["reward_pipeline/waiting_for_rewards_s"]
+    assert metrics["reward_pipeline/hidden_share"] == pytest.approx(0, abs=1e-3)
+    assert metrics["reward_pipeline/off_policy_steps"] == 0
+    assert metrics["actor/grad_norm"] > 0
 
 
 @contextmanager
@@ -97,14 +95,7 @@ def models(monkeypatch: pytest.MonkeyPatch, address: str, *, fails: str = "") ->
 
 
 def servers(router: str) -> list[str]:
-    with urllib.request.urlopen(f"http://{router}/workers") as response:
-        return [server["url"] for server in json.loads(response.read())]
-
-
-def post(url: str, body: bytes) -> bytes:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
-    with urllib.request.urlopen(request) as response:
-        return bytes(response.read())
+    return [server["url"] for server in httpx.get(f"http://{router}/workers", timeout=60).json()]
 
 
 def test_the_router_has_the_servers_only_while_they_are_awake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +104,8 @@ def test_the_router_has_the_servers_only_while_they_are_awake(monkeypatch: pytes
     with models(monkeypatch, "127.0.0.1:9") as (model, events, router):
         assert servers(router) == []
         # A router that was restarted has the servers already.
-        post(f"http://{router}/workers", BackendConfig(url=url, kind="generative").model_dump_json().encode())
+        server = BackendConfig(url=url, kind="generative").model_dump(mode="json")
+        httpx.post(f"http://{router}/workers", json=server, timeout=60).raise_for_status()
         for _ in range(2):
             events.clear()
             with model.awake(metrics):
@@ -126,18 +118,22 @@ def test_the_router_has_the_servers_only_while_they_are_awake(monkeypatch: pytes
 
 def test_the_model_sleeps_only_after_the_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang dies if it must sleep while it computes."""
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "?"}]}).encode()
-    replies: list[bytes] = []
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    replies: list[str] = []
+
+    def ask(router: str) -> None:
+        replies.append(httpx.post(f"http://{router}/v1/chat/completions", json=body, timeout=60).text)
+
     with FakeJudge("8", latency=(0.5, 0.5)) as judge, models(monkeypatch, judge.address) as (model, events, router):
         with model.awake():
-            late = threading.Thread(target=lambda: replies.append(post(f"http://{router}/v1/chat/completions", body)))
+            late = threading.Thread(target=ask, args=(router,))
             late.start()
             while not judge.requests:
                 time.sleep(0.01)
         assert judge.requests[0].ended.is_set()
         assert events[-1] == "sleep: the router has []"
         late.join(30)
-    assert b'"8"' in replies[0]
+    assert '"8"' in replies[0]
 
 
 @pytest.mark.parametrize("what", ["wake up", "fall asleep"])

@@ -74,12 +74,6 @@ class Command:
 
     def __call__(self, *words: str) -> DictConfig:
         """Run the command, and return the configuration that verl's ``main`` had after its first call."""
-        first, config, last = self.calls(*words)
-        assert (first, last) == ("auto_set_device", "reward_loop trains" if self.begun else "run_ppo")
-        return config
-
-    def calls(self, *words: str) -> list[Any]:
-        """Run the command, and return the calls of verl's ``main``, and its configurations."""
         module = ModuleType("__main__")
         module.__file__ = str(self.file)
         exec(compile(MAIN.partition("if __name__")[0], str(self.file), "exec"), vars(module))
@@ -87,12 +81,14 @@ class Command:
             patch.setitem(sys.modules, "__main__", module)
             patch.setattr(sys, "argv", ["main_ppo", *words, f"hydra.run.dir={self.file.parent}", *QUIET])
             module.main()
-        return module.calls
+        first, config, last = module.calls
+        assert (first, last) == ("auto_set_device", "reward_loop trains" if self.begun else "run_ppo")
+        return config
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command, without what reward_loop does before and during a training: other tests do it."""
+def verls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command with verl's whole configuration, without what reward_loop does before and during a training."""
     made = Command(main_file(tmp_path), monkeypatch)
 
     def begin(config: DictConfig, run_ppo: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,20 +100,14 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 @pytest.fixture
-def command(made: Command) -> Command:
+def command(verls: Command) -> Command:
     """The command with the configuration `SMALL`."""
-    folder = made.file.parent / "config"
+    folder = verls.file.parent / "config"
     folder.unlink()
     folder.mkdir()
     (folder / "ppo_trainer.yaml").write_text(SMALL)
     (folder / "legacy_reward_impl.yaml").symlink_to(verl_config_dir() / "legacy_reward_impl.yaml")
-    return made
-
-
-@pytest.fixture
-def verls(made: Command) -> Command:
-    """The command with verl's whole configuration."""
-    return made
+    return verls
 
 
 def main_file(folder: Path) -> Path:
@@ -256,29 +246,21 @@ def test_hydra_refuses_a_misspelt_option(
     assert command.begun == []
 
 
-def test_no_option_of_verl_is_taken_for_one_of_ours(verls: Command) -> None:
-    def keys(key: str, node: Any) -> list[str]:
-        return (
-            [key, *(k for name in node for k in keys(f"{key}.{name}", node[name]))] if isinstance(node, dict) else [key]
-        )
+def keys(node: Any, within: str = "") -> list[str]:
+    """The keys of a configuration and of all groups in it."""
+    found = {f"{within}{name}": inner for name, inner in node.items()} if isinstance(node, dict) else {}
+    return [*found, *(key for name, inner in found.items() for key in keys(inner, f"{name}."))]
 
-    config = plain(verls())
-    assert not [key for group in config for key in keys(group, config[group]) if plugin._is_ours(f"{key}=1")]
+
+def test_no_option_of_verl_is_taken_for_one_of_ours(verls: Command) -> None:
+    assert not [key for key in keys(plain(verls())) if plugin._is_ours(f"{key}=1")]
 
 
 def test_the_plug_in_has_the_names_of_all_options() -> None:
-    def leaves(key: str, node: Any) -> list[str]:
-        return (
-            [k for name in node for k in leaves(f"{key}.{name}", node[name])]
-            if isinstance(node, dict) and node
-            else [key]
-        )
-
-    added = plain(added_options())
-    found = {
-        name for group in added for key in leaves(group, added[group]) for name in plugin.OURS if plugin._is_ours(key)
-    }
-    assert found == set(plugin.OURS)
+    added = keys(plain(added_options()))
+    groups = {key.rpartition(".")[0] for key in added}
+    assert set(plugin.OURS) <= set(added)
+    assert [key for key in added if key not in groups and not plugin._is_ours(key)] == []
 
 
 def test_another_verl_is_an_error_only_where_the_reward_loop_is_on(

@@ -44,8 +44,8 @@ def advantages(data: DataProto, keys: list[str], estimator: str) -> torch.Tensor
     return computed.batch["advantages"]
 
 
-def by_mini_batch(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The advantages of the whole batch, and those of two groups at a time, in another order."""
+@pytest.mark.parametrize("estimator", sorted(MINI_BATCH_ESTIMATORS))
+def test_by_mini_batch_is_what_verl_computes_for_the_whole_batch(estimator: str) -> None:
     data, keys = batch()
     uids = data.non_tensor_batch["uid"]
     whole = advantages(data, keys, estimator)
@@ -54,12 +54,6 @@ def by_mini_batch(estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [row for uid in pair for row in np.flatnonzero(uids == uid)]
         data, keys = batch()
         parts[rows] = advantages(data.select_idxs(rows), [keys[row] for row in rows], estimator)
-    return whole, parts
-
-
-@pytest.mark.parametrize("estimator", sorted(MINI_BATCH_ESTIMATORS))
-def test_by_mini_batch_is_what_verl_computes_for_the_whole_batch(estimator: str) -> None:
-    whole, parts = by_mini_batch(estimator)
     assert whole.abs().max() > 0.1
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
 

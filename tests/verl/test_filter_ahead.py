@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.filter_forecast import FilterForecast
+from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
-from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
 from reward_loop.verl.trainer.replay_buffer import Evicted
+from tests.verl.configs import pipeline
 from tests.verl.trainers import NoJob
 
 pytestmark = pytest.mark.integration  # imports verl
 
 SIZE = 16
 STEPS = 12
-EVERY_STEP = range(1, STEPS + 1)
 
 
 @dataclass
@@ -42,6 +41,8 @@ class Rollout:
     def __init__(self, seed: int, judged_at_a_poll: int) -> None:
         self.prompts: dict[str, Prompt] = {}
         self.partitions: Any = {"train": {}}
+        self.fails: set[str] = set()
+        """The prompts of which every rollout fails."""
         self.rounds = 0
         """How many times the engine generated."""
         self._random = Random(seed)
@@ -65,6 +66,7 @@ class Rollout:
             self.rounds += 1
             for uid in new:
                 self.prompts[uid].generated = True
+                self.prompts[uid].judged = uid in self.fails
         self.judge(self._judged_at_a_poll)
 
     def judge(self, count: int) -> None:
@@ -76,9 +78,10 @@ class Rollout:
         judged = {uid: prompt for uid, prompt in self.prompts.items() if prompt.judged}
         filtered = {uid for uid, prompt in judged.items() if prompt.filtered}
         too_old = {uid for uid, prompt in judged.items() if prompt.step < step - 1} - filtered
-        self.drop(filtered | too_old)
+        gone = filtered | too_old | (judged.keys() & self.fails)
+        self.drop(gone)
         metrics["evicted"] = metrics.get("evicted", 0) + len(too_old)
-        return Evicted(filtered | too_old, len(filtered))
+        return Evicted(gone, len(filtered))
 
     def drop(self, uids: set[str]) -> None:
         for uid in uids:
@@ -89,23 +92,13 @@ class Trainer(RewardPipelineTrainer):
     """Trains on the groups of a `Rollout`, some of which are filtered."""
 
     def __init__(self, filtered: Callable[[int], float], *, off_policy: bool, judged_at_a_poll: int, **options: Any):
-        self.config = OmegaConf.create(
-            {
-                "data": {"train_batch_size": SIZE},
-                "trainer": {"total_epochs": STEPS, "critic_warmup": 0},
-                "actor_rollout_ref": {"rollout": {"temperature": 1.0}},
-                "algorithm": {"filter_groups": {"metric": "acc"}},
-            }
-        )
+        batch = (f"data.train_batch_size={SIZE}", f"actor_rollout_ref.actor.ppo_mini_batch_size={SIZE}")
+        filters = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
+        options |= {"one_step_off_policy": off_policy, "mini_batch_pipeline": False}
+        super().__init__(pipeline(*batch, *filters, f"trainer.total_epochs={STEPS}", **options))
         self._job: Any = NoJob()
-        self.options = PipelineOptions(one_step_off_policy=off_policy, mini_batch_pipeline=False, **options)
-        self.use_critic = self.use_reference_policy = False
         self.global_steps, self.total_training_steps, self.steps_per_epoch = 1, STEPS, 1
         self.reward_loop_manager: Any = SimpleNamespace(reward_loop_worker_handles=[])
-        self._by_mini_batch, self.parameter_sync_step = False, 1
-        self._submitted, self._mini_batch_groups = [], SIZE
-        self._filters = self._replaces = True
-        self._forecast, self._kept = FilterForecast(round(self.options.max_ahead * SIZE)), set()
         self.replay_buffer: Any = Rollout(seed=0, judged_at_a_poll=judged_at_a_poll)
         self.filtered, self.trained, self.ages = filtered, [], []
         self.rounds: list[int] = []
@@ -148,7 +141,7 @@ class Trainer(RewardPipelineTrainer):
         assert not self.replay_buffer.generating(), "the engine sleeps only when all is generated"
 
     def run(self) -> Trainer:
-        for step in EVERY_STEP:
+        for step in range(1, STEPS + 1):
             self.global_steps = step
             before = self.replay_buffer.rounds
             self.step({}, {})
@@ -209,3 +202,21 @@ def test_groups_that_a_suddenly_generous_filter_keeps_are_dropped_before_they_ar
     run = Trainer(falls, off_policy=True, judged_at_a_poll=SIZE, max_ahead=10).run()
     assert run.dropped > 0
     assert max(run.ages) == 1
+
+
+def test_a_group_that_failed_last_is_replaced() -> None:
+    trainer = Trainer(lambda step: 0.0, off_policy=False, judged_at_a_poll=0)
+    trainer._filters, trainer.replay_buffer.fails = False, {"p2"}
+    trainer._generate(0, {}, {})
+    batch = trainer._finish_generation({}, {})
+    assert batch.uids == ["p1", *(f"p{number}" for number in range(3, SIZE + 2))]
+    assert trainer.replay_buffer.unfinished() == set(batch.uids), "they wait for their rewards"
+
+
+def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
+    shares = chain(repeat(1.0, 20 * SIZE), repeat(0.0))  # in the end, the filter keeps all groups
+    trainer = Trainer(lambda step: next(shares), off_policy=False, judged_at_a_poll=SIZE, max_ahead=0)
+    trainer.config.algorithm.filter_groups.max_num_gen_batches = 3
+    with pytest.raises(RewardLoopError, match=r"filtered out 48 groups in step 1.*same acc.*max_num_gen_batches=3"):
+        trainer.step({}, {})
+    assert trainer._numbers == 3 * SIZE

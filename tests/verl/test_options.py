@@ -12,16 +12,16 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import ConfigError
 from reward_loop.scoring import ScoringFunction
 from reward_loop.verl.options import (
-    PipelineOptions,
     RewardQueueOptions,
     queue_shares,
     read,
-    read_mode,
-    without_reward,
 )
 from tests.verl.configs import resolved, settled
 
-GRPO = ("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4", "trainer.v1.trainer_mode=separate_async")
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+GRPO = ("data.train_batch_size=64", "actor_rollout_ref.rollout.n=4", SEPARATE)
+PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
+SAMPLER = "trainer.v1.sampler"
 QUEUE = "trainer.v1.separate_async.reward_queue"
 
 
@@ -31,7 +31,6 @@ QUEUE = "trainer.v1.separate_async.reward_queue"
         ("ppo_trainer", "fsdp"),
         ("cpu", "fsdp2"),
         ("ppo_megatron_trainer", "megatron"),
-        ("reward_loop_trainer", "fsdp"),
     ],
 )
 def test_the_default_settings(name: str, engine: str) -> None:
@@ -41,13 +40,9 @@ def test_the_default_settings(name: str, engine: str) -> None:
     assert settings.mode.name == "sync"
 
 
-def test_settings_are_read_again_from_a_resolved_configuration() -> None:
-    settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py")
+def test_settings_are_read_again_and_can_be_sent_to_other_processes() -> None:
+    settings = resolved("reward_model.reward_manager=dapo", "custom_reward_function.path=f.py", PIPELINE)
     assert read(settings.config) == settings
-
-
-def test_settings_can_be_sent_to_other_processes() -> None:
-    settings = resolved("custom_reward_function.path=f.py", "trainer.v1.trainer_mode=reward_pipeline")
     packed = pickle.dumps(settings)
     assert pickle.loads(packed) == settings
     assert len(packed) < 50_000  # from 100 KB on, Ray cannot restart an actor whose argument is lost
@@ -58,17 +53,12 @@ def test_the_yaml_defaults_are_those_of_the_options() -> None:
     assert settings.options == RewardLoopConfig(log_dir=str(Path.cwd() / "checkpoints/a/rewards"))
 
 
-def test_the_yaml_file_has_all_options_so_that_the_command_line_accepts_them() -> None:
-    assert resolved().config.reward_loop.keys() == RewardLoopConfig.model_fields.keys()
-
-
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
         ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
         ("reward_model.num_workers=3", "reward.num_workers", 3),
         ("custom_reward_function.path=f.py", "reward.custom_reward_function.path", "f.py"),
-        ("custom_reward_function.name=judge", "reward.custom_reward_function.name", "judge"),
         ("+custom_reward_function.reward_kwargs.x=1", "reward.custom_reward_function.reward_kwargs.x", 1),
         ("+reward_model.reward_kwargs.max_resp_len=9", "reward.reward_kwargs.max_resp_len", 9),
         ("reward_model.rollout.name=transformers", "reward.reward_model.rollout.name", "transformers"),
@@ -121,26 +111,19 @@ def test_a_module_path_alone_means_importlib() -> None:
         ("reward_model.use_reward_loop=maybe", "reward_model.use_reward_loop=maybe"),
         ("reward_model.num_workers=0", "reward.num_workers=0"),
         ("trainer.use_v1=False", "trainer.use_v1=False"),
+        (f"{PIPELINE} skip.rollout_tq.enable=True", "skip.rollout_tq.enable=True"),
+        (f"{PIPELINE} {SAMPLER}.custom_sampler.path=mine.py", f"{SAMPLER}.custom_sampler.path=mine.py"),
+        (f"{PIPELINE} {SAMPLER}.stall_timeout_s=0", f"{SAMPLER}.stall_timeout_s"),
+        (f"{SAMPLER}.poll_interval_s=0", f"{SAMPLER}.poll_interval_s: Input should be "),
+        (f"{PIPELINE} +trainer.v1.reward_pipeline.mini_batch=True", "trainer.v1.reward_pipeline.mini_batch"),
+        (f"{SEPARATE} +mini_batch_pipeline=True", f"mini_batch_pipeline=True contradicts .*{SEPARATE}"),
+        (f"{SEPARATE} {QUEUE}.in_flight=0", f"{QUEUE}.in_flight"),
+        (f"{SEPARATE} +{QUEUE}.size=9", f"{QUEUE}.size"),
     ],
 )
 def test_wrong_options_are_errors_that_name_them(overrides: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         settled(*overrides.split())
-
-
-def test_verls_own_reward_is_switched_off_in_a_copy() -> None:
-    config = settled("custom_reward_function.path=f.py")
-    copy = without_reward(config)
-    assert (copy.reward.num_workers, copy.reward.reward_model.enable) == (0, False)
-    assert config.reward.num_workers == 8
-
-
-def test_the_yaml_defaults_of_the_modes_are_those_of_the_options() -> None:
-    config = settled()
-    assert resolved("trainer.v1.trainer_mode=reward_pipeline").mode.pipeline == PipelineOptions()
-    # Hydra takes options without a plus sign only if they are there.
-    assert config.trainer.v1.reward_pipeline.keys() == PipelineOptions.model_fields.keys()
-    assert config.trainer.v1.separate_async.reward_queue.keys() == RewardQueueOptions.model_fields.keys()
 
 
 def shares(*overrides: str) -> tuple[int, int]:
@@ -166,20 +149,15 @@ def test_an_agent_loop_manager_of_the_user_has_no_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "mode", "by_mini_batch"),
     [
-        ([f"{QUEUE}.in_flight=0"], rf"{QUEUE}\.in_flight"),
-        ([f"+{QUEUE}.size=9"], rf"{QUEUE}\.size"),
+        (f"{PIPELINE} trainer.v1.reward_pipeline.one_step_off_policy=False", "reward_pipeline", True),
+        ("+mini_batch_pipeline=True", "reward_pipeline", True),  # as in the recipe
+        ("+mini_batch_pipeline=False", "sync", False),
+        (f"{PIPELINE} +mini_batch_pipeline=False", "reward_pipeline", False),
+        ("", "sync", True),
     ],
 )
-def test_a_queue_that_could_not_work_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settled(*GRPO, *overrides)
-
-
-def test_the_polling_interval_is_an_option() -> None:
-    config = settled()
-    assert read_mode(config).sampler.poll_interval_s == 0.1
-    config.trainer.v1.sampler.poll_interval_s = 0
-    with pytest.raises(ConfigError, match=r"trainer\.v1\.sampler\.poll_interval_s: Input should be "):
-        read_mode(config)
+def test_the_recipes_option_chooses_the_mode(overrides: str, mode: str, by_mini_batch: bool) -> None:
+    config = settled(*overrides.split()).trainer.v1
+    assert (config.trainer_mode, config.reward_pipeline.mini_batch_pipeline) == (mode, by_mini_batch)

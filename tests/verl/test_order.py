@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from reward_loop.agent.filter_forecast import FilterForecast
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
-from reward_loop.verl.options import PipelineOptions
 from reward_loop.verl.tq_rows import select
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer, StepBatch
-from reward_loop.verl.trainer.replay_buffer import Evicted
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
-from tests.verl.trainers import NoJob
+from reward_loop.verl.trainer.reward_metrics import StepRewards
+from tests.verl.configs import pipeline
 
 pytestmark = pytest.mark.integration  # imports verl
 
@@ -38,55 +35,34 @@ class Judges:
         self.partitions: Any = {"train": {}}
         self.order = list(order)
         self.pending: set[str] = set()
-        self.running: set[str] = set()
-        """The prompts that are being generated."""
 
     def unfinished(self) -> set[str]:
         return self.pending
-
-    def generating(self) -> set[str]:
-        return self.running
 
     def submit(self, uids: Iterable[str]) -> None:
         self.pending |= set(uids)
 
     def wait(self, arrived: Callable[[], bool]) -> None:
         while not arrived() and self.order:
-            self.end(self.order.pop(0))
+            self.pending.discard(self.order.pop(0))
         if not arrived():
             raise RewardLoopError(f"the trainer waited for {sorted(self.pending)}")
-
-    def end(self, uid: str) -> None:
-        self.pending.discard(uid)
-        self.running.discard(uid)
-
-    def evict(self, step: int, metrics: dict) -> Evicted:
-        return Evicted(set(), 0)
 
 
 class Trainer(RewardPipelineTrainer):
     """Records what it would do. `sizes` gives the rows of each group; the groups in `fully_masked` have no score."""
 
     def __init__(
-        self, mini_batches: int, sizes: dict[str, int], arrival: str, fully_masked: str = "", *, ahead: bool = False
+        self, by_mini_batch: bool, sizes: dict[str, int], arrival: str, fully_masked: str = "", *, ahead: bool = False
     ) -> None:
-        self.config = OmegaConf.create(
-            {
-                "data": {"train_batch_size": len(sizes)},
-                "trainer": {"total_epochs": 1},
-                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2}},
-            }
+        batch = (f"data.train_batch_size={len(sizes)}", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+        super().__init__(
+            pipeline(*batch, "trainer.total_epochs=1", mini_batch_pipeline=by_mini_batch, one_step_off_policy=ahead)
         )
-        self.options = PipelineOptions(one_step_off_policy=ahead)
-        self.use_critic = self.use_reference_policy = False
         self.global_steps = self.total_training_steps = self.steps_per_epoch = 1
         self.sizes, self.fully_masked = sizes, fully_masked
         self.done: list[str] = []
         self.masked: list[str] = []
-        self._by_mini_batch, self.parameter_sync_step, self._submitted = mini_batches > 1, mini_batches, []
-        self._mini_batch_groups = 2
-        self._replaces = self._filters = False
-        self._forecast, self._kept = FilterForecast(0), set()
         self.replay_buffer: Any = Judges(arrival)
 
     def on_sample_begin(self) -> None:
@@ -136,50 +112,33 @@ class Trainer(RewardPipelineTrainer):
         self.masked += keys
 
 
-def done(*args: Any, **kwargs: Any) -> list[str]:
-    trainer = Trainer(*args, **kwargs)
-    trainer.step({}, {})
-    return trainer.done
-
-
 EVEN = dict.fromkeys("abcd", 4)
-PIPELINE = 2
 
 
-def test_without_overlaps_all_rewards_are_awaited_first() -> None:
-    assert done(1, EVEN, "dcba") == ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
-
-
-def test_a_mini_batch_is_trained_on_when_its_groups_are_complete() -> None:
-    assert done(PIPELINE, EVEN, "cadb") == [
-        *("generate", "prepare"),
-        *("advantage of ac", "update on 8 rows"),
-        *("advantage of bd", "update on 8 rows"),
-    ]
-
-
-class JudgedAtOnce(Trainer):
-    """All rewards arrive while the last prompts are generated."""
-
-    def _finish_generation(self, metrics: dict, timing_raw: dict) -> StepBatch:
-        for uid in "abcd":
-            self.replay_buffer.end(uid)
-        return super()._finish_generation(metrics, timing_raw)
+@pytest.mark.parametrize(
+    ("by_mini_batch", "sizes", "arrival", "order"),
+    [
+        # Without overlaps, all rewards are awaited first.
+        (False, EVEN, "dcba", "advantage of abcd, update on 16 rows"),
+        (True, EVEN, "cadb", "advantage of ac, update on 8 rows, advantage of bd, update on 8 rows"),
+        # 3 + 4 rows are too few; with 6 + 2 more there are 15, and one of padding.
+        (True, {"a": 3, "b": 4, "c": 6, "d": 2}, "badc",
+         "advantage of ab, advantage of cd, update on 8 rows, update on 8 rows"),
+    ],
+)  # fmt: skip
+def test_a_mini_batch_is_trained_on_when_its_groups_are_complete(
+    by_mini_batch: bool, sizes: dict[str, int], arrival: str, order: str
+) -> None:
+    trainer = Trainer(by_mini_batch, sizes, arrival)
+    trainer.step({}, {})
+    assert trainer.done == ["generate", "prepare", *order.split(", ")]
 
 
 def test_each_mini_batch_has_an_update_of_its_own() -> None:
-    trainer = JudgedAtOnce(PIPELINE, EVEN, "")
+    trainer = Trainer(True, EVEN, "")
+    trainer.replay_buffer.submit = lambda uids: None  # all rewards arrive while the prompts are generated
     trainer.step({}, {})
     assert trainer.done == ["generate", "prepare", "advantage of abcd", *["update on 8 rows"] * 2]
-
-
-def test_rows_that_fill_no_mini_batch_wait_for_the_next_groups() -> None:
-    # 3 + 4 rows are too few; with 6 + 2 more there are 15, and one of padding.
-    assert done(PIPELINE, {"a": 3, "b": 4, "c": 6, "d": 2}, "badc") == [
-        *("generate", "prepare"),
-        *("advantage of ab",),
-        *("advantage of cd", "update on 8 rows", "update on 8 rows"),
-    ]
 
 
 class Rows(Trainer):
@@ -204,7 +163,7 @@ class Rows(Trainer):
 )
 def test_the_last_mini_batches_share_the_rows_that_are_left(sizes: dict[str, int], learners: list[int]) -> None:
     """One row alone would weigh eight times as much as the others."""
-    trainer = Rows(PIPELINE, sizes, "".join(sizes))
+    trainer = Rows(True, sizes, "".join(sizes))
     trainer.step({}, {})
     names = [words.split() for words in trainer.updates]
     assert [sum(not name.startswith("pad") for name in update) for update in names] == learners
@@ -216,9 +175,9 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
     monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...], oldest: int, share: float
 ) -> None:
     monkeypatch.setattr(tq_rows.tq, "kv_clear", lambda **_: None)
-    trainer = Trainer(PIPELINE, EVEN, "abcd")
+    trainer = Trainer(True, EVEN, "abcd")
     trainer.config.trainer.critic_warmup = 9
-    trainer.global_steps, trainer._judged, trainer._left_out = 3, [], {}
+    trainer.global_steps, trainer._judged, trainer._rewards, trainer._left_out = 3, [], StepRewards(), {}
     tags = [*({"min_global_steps": version} for version in versions), {"is_padding": True}]
     batch = StepBatch([], KVBatchMeta(keys=[f"{row}_0_0" for row in range(5)], tags=tags), {}, [], trained=[0, 1, 2, 3])
     metrics: dict[str, float] = {}
@@ -230,7 +189,7 @@ def test_off_policy_steps_is_the_age_of_the_oldest_rollout(
 
 
 def test_one_step_ahead_generates_the_next_step_first_and_nothing_after_the_last_epoch() -> None:
-    trainer = Trainer(1, EVEN, "abcd", ahead=True)
+    trainer = Trainer(False, EVEN, "abcd", ahead=True)
     trainer.total_training_steps, trainer.config.trainer.total_epochs = 9, 2
     trainer.step({}, {})
     ahead = ["generate", "prepare", "advantage of abcd", "update on 16 rows"]
@@ -241,114 +200,21 @@ def test_one_step_ahead_generates_the_next_step_first_and_nothing_after_the_last
 
 
 def test_a_resumed_run_generates_only_what_the_checkpoint_lacks() -> None:
-    trainer = Trainer(1, EVEN, "abcd", ahead=True)
+    trainer = Trainer(False, EVEN, "abcd", ahead=True)
     trainer._submitted = list("abcd")
     trainer.step({}, {})
     assert "generate" not in trainer.done
 
 
 def test_groups_without_a_score_leave_the_batch_and_pad_the_last_mini_batch() -> None:
-    trainer = Rows(PIPELINE, {"a": 4, "b": 4, "c": 4, "d": 3}, "abcd", fully_masked="ab")
+    trainer = Rows(True, {"a": 4, "b": 4, "c": 4, "d": 3}, "abcd", fully_masked="ab")
     trainer.step({}, {})
     assert trainer.updates == ["c_0 c_1 c_2 c_3 d_0 d_1 d_2 pad_15"]
     assert trainer.masked == ["pad_15_0"]
     # More padding than verl has added: rows without a score fill up.
-    trainer = Rows(PIPELINE, {"a": 4, "b": 2, "c": 1, "d": 1}, "abcd", fully_masked="a")
+    trainer = Rows(True, {"a": 4, "b": 2, "c": 1, "d": 1}, "abcd", fully_masked="a")
     trainer.step({}, {})
     assert sorted(trainer.updates[0].split()) == ["a_0", "a_1", "a_2", "a_3", "b_0", "b_1", "c_0", "d_0"]
     assert trainer.masked == [f"a_{row}_0" for row in range(4)]
     with pytest.raises(NothingToLearnError):
-        done(PIPELINE, EVEN, "abcd", fully_masked="abcd")
-
-
-class FailingBuffer(Judges):
-    """The replay buffer, to which every group that has ended failed."""
-
-    def __init__(self, submitted: Callable[[], list[str]]) -> None:
-        super().__init__("")
-        self.submitted = submitted
-
-    def evict(self, step: int, metrics: dict) -> Evicted:
-        failed = set(self.submitted()) - self.pending
-        return Evicted(failed, 0)
-
-
-class Failing(RewardPipelineTrainer):
-    """All rollouts fail, whatever they are replaced by."""
-
-    def __init__(self) -> None:
-        self.config = OmegaConf.create({"data": {"train_batch_size": 2}})
-        self._job: Any = NoJob()
-        self.options = PipelineOptions()
-        self._forecast, self._kept = FilterForecast(0), set()
-        self.global_steps = 1
-        self.submitted = 0
-        self._submitted: list[str] = []
-        self._replaces, self._filters = True, False
-        self.replay_buffer: Any = FailingBuffer(lambda: self._submitted)
-        self._submit(2, 1)
-
-    def _submit(self, count: int, step: int) -> None:
-        for _ in range(count):
-            self._submitted.append(f"p{self.submitted}")
-            self.submitted += 1
-
-    def run(self) -> None:
-        self._filtered = 0
-        self._finish_generation({}, {})
-
-    def on_sample_end(self) -> None:
-        raise InterruptedError
-
-
-class Late(Failing):
-    """Of `b`, every rollout fails. All others are generated, and wait for rewards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._submitted = ["a", "b"]
-        self.replay_buffer.submit("ab")
-        self.replay_buffer.running, self.replay_buffer.order = {"b"}, ["b"]
-
-    def _submit(self, count: int, step: int) -> None:
-        if count:
-            self._submitted.append("c")
-            self.replay_buffer.submit("c")
-
-
-def test_a_group_that_failed_last_is_replaced() -> None:
-    trainer = Late()
-    with pytest.raises(InterruptedError):
-        trainer.run()
-    assert trainer.replay_buffer.unfinished() == {"a", "c"}
-
-
-class Filtering(Failing):
-    """All groups are filtered, whatever they are replaced by."""
-
-    def __init__(self, max_num_gen_batches: int) -> None:
-        super().__init__()
-        self.config.algorithm = {"filter_groups": {"metric": "acc", "max_num_gen_batches": max_num_gen_batches}}
-        self._filters = True
-        self.replay_buffer = FilteringBuffer(lambda: self._submitted)
-
-
-class FilteringBuffer(FailingBuffer):
-    """The replay buffer, to which all rollouts of each group are alike. After twenty groups it has had enough."""
-
-    def __init__(self, submitted: Callable[[], list[str]]) -> None:
-        super().__init__(submitted)
-        self.seen: set[str] = set()
-
-    def evict(self, step: int, metrics: dict) -> Evicted:
-        submitted = self.submitted()
-        self.seen.update(submitted)
-        filtered = set() if len(self.seen) > 20 else set(submitted)
-        return Evicted(filtered, len(filtered))
-
-
-def test_no_more_batches_are_generated_for_a_step_than_allowed() -> None:
-    trainer = Filtering(max_num_gen_batches=3)
-    with pytest.raises(RewardLoopError, match=r"filtered out 6 groups in step 1.*same acc.*max_num_gen_batches=3"):
-        trainer.run()
-    assert trainer.submitted == 3 * 2
+        Trainer(True, EVEN, "abcd", fully_masked="abcd").step({}, {})

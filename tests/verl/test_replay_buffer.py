@@ -60,19 +60,15 @@ def buffer(
     return extend(plain, SamplerOptions(poll_interval_s=0.2, stall_timeout_s=stall_timeout_s))
 
 
-def waiting(stall_timeout_s: float | None = None) -> RewardReplayBuffer:
-    return buffer(stall_timeout_s=stall_timeout_s)
-
-
 def poll(buffer: RewardReplayBuffer, times: int, partition_id: str = "train") -> None:
     for _ in range(times):
         buffer._wait_for_next_poll(partition_id, time.time())
 
 
 def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> None:
-    stalled = waiting(10)
+    stalled = buffer(stall_timeout_s=10)
     stalled.running_keys["val"] = {f"p{i}" for i in range(7)}
-    stalled.partitions["val"] = {"p1_0_0": {"judged": [1, 2]}, "p1_2_0": {}, "p1_2_1": {}}
+    stalled.partitions["val"] = {"p1_0_0": {"judged": True}, "p1_2_0": {}, "p1_2_1": {}}
     with pytest.raises(RewardLoopError) as caught:
         poll(stalled, 20, "val")
     message = str(caught.value)
@@ -81,7 +77,7 @@ def test_a_wait_without_news_ends_and_names_what_is_missing(clock: Clock) -> Non
 
 
 def test_news_and_work_between_waits_do_not_count(clock: Clock) -> None:
-    busy = waiting(10)
+    busy = buffer(stall_timeout_s=10)
     busy.pending_keys["train"] = {"p"}
     for number in range(5):
         poll(busy, 9)
@@ -89,7 +85,7 @@ def test_news_and_work_between_waits_do_not_count(clock: Clock) -> None:
     poll(busy, 5)
     clock.now += 1000  # the trainer updates
     poll(busy, 5)
-    busy.partitions["train"]["p_0_0"] = {"judged": [1, 2]}
+    busy.partitions["train"]["p_0_0"] = {"judged": True}
     poll(busy, 8)
     assert len(clock.pauses) == 63
 
@@ -99,7 +95,7 @@ def test_an_error_of_a_check_ends_the_wait(clock: Clock) -> None:
         if clock.now > 3:
             raise RewardLoopError("too many failures")
 
-    watched = waiting()
+    watched = buffer()
     watched.checks.append(check)
     with pytest.raises(RewardLoopError, match="too many failures"):
         poll(watched, 9)
@@ -152,43 +148,32 @@ def group(name: str, *scores: float | None, **info: Any) -> dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_masked_samples_do_not_count_when_groups_are_filtered(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
-    rows = {
+def test_groups_are_filtered_by_their_scored_samples(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    """Samples that are masked or have a default score tell nothing of the prompt."""
+    default = {"reward_outcome": "failed", "score": -1.0, "acc": -1.0}
+    unscored = {"reward_outcome": "unscored", "score": 0.0, "acc": 0.0}
+    filtered = {
         **group("alike", 1.0, 1.0, 1.0, None),
         **group("zeros", 0.0, None, 0.0),
+        **group("half", 0.5, 0.5),
+        "half_2_0": default,
+    }
+    kept = {
         **group("mixed", 1.0, 0.0, 1.0, None),
         **group("zero", 0.0, 1.0, None),
+        **group("several", 1.0, 0.0),
+        "several_2_0": default,
         # Fewer than two scores say nothing of the prompt.
         **group("one", 1.0, None, None),
+        "one_0_1": {"reward_outcome": "scored", "score": 1.0, "acc": 1.0},  # another output of the session
         **group("none", None, None),
-    }
-    ours = finished(monkeypatch, rows, metric)
-    for _ in range(2):
-        assert ours._dapo_filtered_keys("train") == ({"alike", "zeros"}, Counter({1.0: 1, 0.0: 1}))
-    assert ours._dapo_filtered_keys("val") == (set(), Counter())
-
-
-def test_a_session_with_several_outputs_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"reward_outcome": "scored", "score": 1.0}
-    masked = {"reward_outcome": "failed", "reward_masked": True}
-    ours = finished(monkeypatch, {"a_0_0": one, "a_0_1": one, "a_1_0": masked}, "reward")
-    assert ours._dapo_filtered_keys("train") == (set(), Counter())
-
-
-@pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_a_group_is_filtered_by_its_scored_samples(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
-    """Those that have a default score tell nothing of the prompt."""
-    default = {"reward_outcome": "failed", "score": -1.0, "acc": -1.0}
-    rows = {
-        **group("alike", 1.0, 1.0),
-        "alike_2_0": default,
-        **group("mixed", 1.0, 0.0),
-        "mixed_2_0": default,
         **{f"failed_{i}_0": default for i in range(2)},
-        "unscored_0_0": {"reward_outcome": "unscored", "score": 0.0},
-        **{f"unscored_{i}_0": {"reward_outcome": "unscored", "score": 0.0} for i in range(2)},
+        **{f"unscored_{i}_0": unscored for i in range(2)},
     }
-    assert finished(monkeypatch, rows, metric)._dapo_filtered_keys("train") == ({"alike"}, Counter({1.0: 1}))
+    ours = finished(monkeypatch, filtered | kept, metric)
+    for _ in range(2):
+        assert ours._dapo_filtered_keys("train") == ({"alike", "zeros", "half"}, Counter({1.0: 1, 0.0: 1, 0.5: 1}))
+    assert ours._dapo_filtered_keys("val") == (set(), Counter())
 
 
 def test_a_score_without_the_metric_ends_the_run_as_in_verl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +217,14 @@ def test_what_is_generated_and_judged_is_read_from_the_tags(clock: Clock, monkey
 
     for uid in "ab":
         write(uid, is_prompt=True, status="running")
-    buffer = waiting(10)
-    assert (buffer.unfinished(), buffer.generating()) == ({"a", "b"}, {"a", "b"})
+    read = buffer(stall_timeout_s=10)
+    assert (read.unfinished(), read.generating()) == ({"a", "b"}, {"a", "b"})
     write("a_0_0", status="success")
     write("a_1_0", status="success", generated=True)
-    assert (buffer.unfinished(), buffer.generating()) == ({"a", "b"}, {"b"})
+    assert (read.unfinished(), read.generating()) == ({"a", "b"}, {"b"})
     write("a", status="finished")
     write("b", status="failure")  # none of its sessions has a trajectory
-    assert (buffer.unfinished(), buffer.generating()) == (set(), set())
+    assert (read.unfinished(), read.generating()) == (set(), set())
     write("c", is_prompt=True, status="pending")
     with pytest.raises(RewardLoopError, match="training waited for 1 prompts"):
-        buffer.wait(lambda: not buffer.generating())
+        read.wait(lambda: not read.generating())

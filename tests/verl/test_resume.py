@@ -21,7 +21,7 @@ from reward_loop.verl.samples import FAILURE, GENERATED, JUDGED
 from reward_loop.verl.trainer.pipeline import RewardPipelineTrainer
 from reward_loop.verl.trainer.resume import reset_unscored_prompts
 from reward_loop.verl.trainer.separate_async import QueueSeparateAsyncTrainer
-from tests.verl.configs import resolved
+from tests.verl.configs import ROLLOUT_ELSEWHERE, resolved
 from tests.verl.fake_queue import FakeQueue
 from tests.verl.trainers import Workers, constructed
 
@@ -55,7 +55,7 @@ class Queue(FakeQueue):
         info = {"reward_outcome": outcome, "reward_masked": masked, "reward_error": "the judge is away" * masked} | info
         self.rows[key]["extra_fields"] = {**self.rows[key]["extra_fields"], "reward_extra_info": info}
         if judged:
-            self.tags["train"][key][JUDGED] = [1.0, 2.0]
+            self.tags["train"][key][JUDGED] = True
 
 
 @pytest.fixture
@@ -136,9 +136,7 @@ def test_verl_generates_only_those_prompts_of_a_checkpoint_again_that_lack_score
             queue.rows[uid] = {"uid": uid, "raw_prompt": "1+1="}
     sent: list[str] = []
     configured = "sync" if cls is PPOTrainerSync else PIPELINE_MODE if cls is RewardPipelineTrainer else name
-    rollout = "actor_rollout_ref.rollout"
-    separate = (f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=nccl")
-    made = constructed(resolved(f"trainer.v1.trainer_mode={configured}", *separate), cls)
+    made = constructed(resolved(f"trainer.v1.trainer_mode={configured}", *ROLLOUT_ELSEWHERE), cls)
     made.trainer_mode, made.global_steps = name, 7
     rows: list[dict[str, Any]] = []
     made._records = SimpleNamespace(write_rows=rows.extend, flush=lambda: None)

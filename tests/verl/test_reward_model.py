@@ -21,10 +21,9 @@ VLLM = [
 ]
 PIPELINE = "trainer.v1.trainer_mode=reward_pipeline"
 EXTERNAL = [
-    *("reward_model.enable=True", "reward_model.model.path=/m", "reward_model.rollout.name=external"),
+    *("reward_model.enable=True", "reward_model.rollout.name=external"),
     *("+reward_model.server.urls=[http://127.0.0.1:1]", "custom_reward_function.path=f.py"),
 ]
-WITHOUT_PATH = [option for option in EXTERNAL if "model.path" not in option]
 POOL = ["reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=8", "reward_model.nnodes=2"]
 
 
@@ -182,7 +181,7 @@ def test_data_parallel_attention_of_sglang_needs_no_more_gpus() -> None:
 
 
 def test_external_servers_need_no_model_path() -> None:
-    options = resolved(*WITHOUT_PATH).model
+    options = resolved(*EXTERNAL).model
     assert options is not None
     assert (options.model_path, options.urls) == (None, ("http://127.0.0.1:1",))
 
@@ -228,7 +227,7 @@ WRONG = {
     "VLLM POOL +reward_model.rollout.engine_kwargs.sglang.x=1": r"engine_kwargs.sglang.*vllm.\*",
 }
 """Options -> what the error says."""
-SETS = {"VLLM": VLLM, "POOL": POOL, "WITHOUT_A_FUNCTION": WITHOUT_PATH[:-1]}
+SETS = {"VLLM": VLLM, "POOL": POOL, "WITHOUT_A_FUNCTION": EXTERNAL[:-1]}
 
 
 @pytest.mark.parametrize("overrides", WRONG)

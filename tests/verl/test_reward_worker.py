@@ -104,11 +104,7 @@ async def test_the_calls_of_a_stopped_worker_are_cancelled_without_an_error(
     assert caplog.records == []
 
 
-async def test_a_sample_of_an_agent_loop_is_scored_as_a_rollout(with_function: Settings) -> None:
-    worker = RewardWorker(with_function("def compute_score(solution_str): return {'score': 1.0, 'reward': 2.0}"), None)
-    trained, validated = [await worker.compute_score(RewardSample("x", uid="u_0", validate=v)) for v in (False, True)]
-    assert trained["reward_score"] == validated["reward_score"] == 1.0
-    assert (trained["reward_extra_info"]["reward"], validated["reward_extra_info"]["returned_reward"]) == (2.0, 2.0)
+async def test_a_manager_written_for_verl_cannot_score_a_sample_of_an_agent_loop(with_function: Settings) -> None:
     worker = RewardWorker(with_function(None, *verl_manager("Length")), None)
     with pytest.raises(ConfigError, match=r"reward_loop\.score, which reward manager Length .* cannot answer"):
         await worker.compute_score(RewardSample("x"))
@@ -161,8 +157,6 @@ class compute_score:
         return {"score": float(solution_str), "turn_level_scores": [float(solution_str)]}
 
     def post_process_scores(self, scores):
-        if 9 in scores:
-            raise ValueError("nine is too much")
         return [score - max(scores) for score in scores]
 """
 
@@ -182,12 +176,6 @@ async def test_the_scores_of_a_group_are_post_processed(with_function: Settings)
     assert [reward["reward_score"] for reward in processed] == [-2, 0, 0]
     assert [reward["reward_extra_info"]["reward_outcome"] for reward in processed] == ["scored", "unscored", "scored"]
     assert [reward["reward_score"] for reward in await group(worker, "1", "4", __validate__=True)] == [-3, 0]
-    failed, unscored = await group(worker, "9", "?")
-    assert failed["reward_extra_info"]["reward_masked"]
-    assert "sample x_0" in failed["reward_extra_info"]["reward_error"]
-    assert "nine is too much" in failed["reward_extra_info"]["reward_error"]
-    assert unscored["reward_extra_info"]["reward_outcome"] == "unscored"
-    assert worker._limits.stopped is None
     waiting = asyncio.create_task(group(worker, "2", group_size=2))
     await asyncio.sleep(0.05)
     await worker.lose("x", 2, ["x_1"])
@@ -219,14 +207,15 @@ async def test_the_key_reward_does_not_get_into_verls_column_of_a_validation(
 ) -> None:
     settings = with_function(REWARDS, f"reward_loop.log_dir={tmp_path}/records")
     worker = RewardWorker(settings, None)
-    validated = await worker.compute_score(rollout("4", __validate__=True, uid="v"))
-    trained = await worker.compute_score(rollout("4", uid="t"))
-    assert validated["reward_score"] == trained["reward_score"] == 1.0
-    returned = {name: value for name, value in validated["reward_extra_info"].items() if name not in RESERVED_KEYS}
-    assert returned == {"score": 1.0, "returned_reward": 2.0, "right": True}
-    assert trained["reward_extra_info"]["reward"] == 2.0
+    for validated in (rollout("4", __validate__=True, uid="v"), RewardSample("x", uid="v_0", validate=True)):
+        reward = await worker.compute_score(validated)
+        returned = {name: value for name, value in reward["reward_extra_info"].items() if name not in RESERVED_KEYS}
+        assert (reward["reward_score"], returned) == (1.0, {"score": 1.0, "returned_reward": 2.0, "right": True})
+    for trained in (rollout("4", uid="t"), RewardSample("x", uid="t_0", validate=False)):
+        reward = await worker.compute_score(trained)
+        assert (reward["reward_score"], reward["reward_extra_info"]["reward"]) == (1.0, 2.0)
     records = open_records(settings.options)
     assert records is not None
     assert await asyncio.to_thread(records.flush)
     rows = {row["uid"]: row["validate"] for row in RecordsReader(tmp_path / "records").rows()}
-    assert rows == {"v": True, "t": False}
+    assert rows == {"v": True, "v_0": True, "t": False, "t_0": False}

@@ -23,14 +23,10 @@ def _of_this_release() -> None:
         pytest.skip(f"the patches are for verl {SUPPORTED}")
 
 
-def files_of(patch: Path) -> list[str]:
-    """The files that a patch changes, such as ``verl/protocol.py``."""
-    return re.findall(r"^\+\+\+ b/(.+)$", patch.read_text(), re.MULTILINE)
-
-
 def patched(folder: Path, patches: Iterable[Path]) -> list[Path]:
     """Copies the files that the patches change into a folder, applies the patches, and returns the files."""
-    names = sorted({name for patch in patches for name in files_of(patch)})
+    changed = re.compile(r"^\+\+\+ b/(.+)$", re.MULTILINE)  # such as verl/protocol.py
+    names = sorted({name for patch in patches for name in changed.findall(patch.read_text())})
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(verl_folder().parent / name, folder / name)

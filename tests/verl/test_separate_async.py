@@ -16,7 +16,8 @@ from reward_loop.agent import QueueCounts
 from reward_loop.managers.groups import CALLER
 from reward_loop.verl.options import REWARD_QUEUE
 from reward_loop.verl.trainer.separate_async import QueueAgentLoopWorker, QueueSeparateAsyncTrainer, _version
-from tests.verl.configs import settled
+from tests.support.clock import settle
+from tests.verl.configs import ROLLOUT_ELSEWHERE, settled
 
 pytestmark = pytest.mark.integration  # it imports verl
 
@@ -27,12 +28,7 @@ def output(score: float | None = None, **extra: Any) -> SimpleNamespace:
     return SimpleNamespace(reward_score=score, extra_fields=extra)
 
 
-SEPARATE = (
-    "trainer.v1.trainer_mode=separate_async",
-    "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
-)
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", *ROLLOUT_ELSEWHERE)
 
 
 @pytest.fixture
@@ -79,34 +75,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return worker
 
 
-async def turns(count: int = 30) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 def prompt(worker: Any, uid: str, *, validate: bool = False) -> asyncio.Task[None]:
     return asyncio.create_task(worker._run_prompt({"uid": uid}, {}, trajectory={"validate": validate}))
-
-
-async def test_rollouts_are_judged_in_turn_and_prompts_begin_when_there_is_room(worker: Any) -> None:
-    prompts = [prompt(worker, uid) for uid in "abc"]
-    await turns()
-    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
-    counts = await worker.queue_counts()
-    assert (counts.queued, counts.judged) == (Counter([3]), Counter([3]))
-    worker.judged.set()
-    async with asyncio.timeout(30):
-        await asyncio.gather(*prompts)
-    assert [call["uid"] for call in worker.judging] == list("aabbcc")
-    counts = await worker.queue_counts()
-    assert (counts.queued, counts.judged, counts.produced, counts.consumed) == (Counter(), Counter(), 4, 5)
-    assert counts.wait_s > 0
 
 
 async def test_a_rollout_that_waits_for_others_of_its_prompt_leaves_its_place_to_them(worker: Any) -> None:
     worker.joins = True
     waiting = prompt(worker, "a")
-    await turns()
+    await settle()
     assert [call["session_id"] for call in worker.judging] == [0, 1]
     counts = await worker.queue_counts()
     assert (counts.queued, counts.judged, len(counts.compute_s)) == (Counter(), Counter(), 2)
@@ -114,11 +90,13 @@ async def test_a_rollout_that_waits_for_others_of_its_prompt_leaves_its_place_to
     await waiting
 
 
-async def test_validation_goes_past_the_queue(worker: Any) -> None:
+async def test_a_prompt_waits_for_room_and_validation_goes_past_the_queue(worker: Any) -> None:
     waiting = [prompt(worker, uid) for uid in "ab"]
-    await turns()
+    await settle()
+    assert [(call["uid"], call["session_id"]) for call in worker.judging] == [("a", 0)]
+    assert (await worker.queue_counts()).queued == Counter([3]), "b has not begun"
     validation = prompt(worker, "v", validate=True)
-    await turns()
+    await settle()
     assert [call["session_id"] for call in worker.judging if call["uid"] == "v"] == [0, 1]
     worker.judged.set()
     async with asyncio.timeout(30):
@@ -136,9 +114,8 @@ def trainer(*overrides: str) -> Any:
 
 
 def test_the_metrics_are_those_of_all_workers_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Worker:
-        def __init__(self, answer: Any) -> None:
-            self.queue_counts = SimpleNamespace(remote=lambda: answer)
+    def worker_with(answer: QueueCounts) -> Any:
+        return SimpleNamespace(queue_counts=SimpleNamespace(remote=lambda: answer))
 
     monkeypatch.setattr(PPOTrainerSeparateAsync, "_compute_metrics", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs[:2], refs[2:]))
@@ -146,7 +123,7 @@ def test_the_metrics_are_those_of_all_workers_that_answer(monkeypatch: pytest.Mo
     running = trainer()
     running.config.trainer.v1.separate_async.parameter_sync_step, running.global_steps = 3, 4
     counts = [QueueCounts(8, queued=Counter([3])), QueueCounts(8, queued=Counter([2, 4])), QueueCounts(8)]
-    running.agent_loop_manager = SimpleNamespace(agent_loop_workers=[Worker(one) for one in counts])
+    running.agent_loop_manager = SimpleNamespace(agent_loop_workers=list(map(worker_with, counts)))
     metrics: dict[str, float] = {}
     running._compute_metrics(None, metrics, {}, 1, 0)
     assert (metrics["reward_queue/size"], metrics["reward_queue/capacity"]) == (3, 16)

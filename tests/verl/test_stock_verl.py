@@ -39,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path) -
         f"+reward_loop.limits.default.max_concurrent={MAX_CONCURRENT}",
         "+reward_loop.retry.initial_wait=0.01",
         f"+reward_loop.log_dir={directory}/records",
-        "trainer.logger=[console,file]",
         "trainer.total_training_steps=1",
         "trainer.test_freq=-1",
         function="ignored",

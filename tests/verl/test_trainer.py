@@ -1,4 +1,4 @@
-"""What the trainer does with rewards, without a run: TransferQueue is a dict here."""
+"""What the trainer does with rewards, and in which order it starts, without a run: TransferQueue is a dict here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ray.exceptions import ActorDiedError
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from reward_loop.errors import RewardLoopError
 from reward_loop.verl import tq_rows
 from reward_loop.verl.run import task_runner
 from reward_loop.verl.tq_rows import token_rewards, turns_of
+from reward_loop.verl.trainer import reward_loop_trainer
 from tests.verl import trainers
 from tests.verl.configs import resolved
 from tests.verl.fake_queue import FakeQueue
@@ -61,109 +62,20 @@ def test_turns_begin_with_the_policy(mask: list[int], turns: list[int]) -> None:
     assert turns_of(mask) == turns
 
 
-@pytest.mark.parametrize("name", ["gae", "grpo"])
-def test_a_reward_before_a_tools_text_reaches_the_returns(name: str) -> None:
-    from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_grpo_outcome_advantage
-
-    mask = TOOL.float().expand(2, -1)
-    rewards = torch.stack([token_rewards(score, TOOL, {"turn_level_scores": [0.0, score / 2]}) for score in (0.0, 1.0)])
-    if name == "gae":
-        _, returns = compute_gae_advantage_return(rewards, torch.zeros_like(rewards), mask, 1.0, 1.0)
-    else:
-        _, returns = compute_grpo_outcome_advantage(rewards, mask, np.array(["q", "q"]))
-    assert float(returns[1].max()) > float(returns[0].max())
+SCORED = {"reward_outcome": "scored", "reward_masked": False, "reward_error": ""}
 
 
-Rows = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    fake = FakeQueue()
-    monkeypatch.setattr(tq_rows, "tq", fake)
-    return fake.rows
-
-
-def row(mask: torch.Tensor, score: float, /, **info: Any) -> dict[str, Any]:
-    """A row of TransferQueue, with its reward at the last token."""
-    scores = torch.zeros(len(mask))
-    scores[-1] = score
-    info = {"reward_outcome": "scored", "reward_masked": False, "reward_error": "", **info}
-    return {
-        "response_mask": mask,
-        "loss_mask": mask,
-        "responses": torch.ones_like(mask),
-        "rm_scores": scores,
-        "extra_fields": {"turns": 1, "reward_extra_info": info},
-    }
-
-
-def test_rewards_of_a_batch_are_written_to_all_outputs_and_parts_to_the_last(queue: Rows) -> None:
-    queue |= {"q_0_0": row(SINGLE, 0.0), "q_0_1": row(TOOL, 0.0), "q_2_0": row(SINGLE, 5.0)}
-    batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
+def test_rewards_of_a_batch_are_written_to_all_outputs_and_parts_to_the_last(queue: FakeQueue) -> None:
+    for key, score, mask in (("q_0_0", 0.0, SINGLE), ("q_0_1", 0.0, TOOL), ("q_2_0", 5.0, SINGLE)):
+        queue.put(key, score, SCORED, mask)
+        queue.rows[key]["extra_fields"]["turns"] = 1
+    batch = KVBatchMeta(partition_id="train", keys=list(queue.rows), tags=[{} for _ in queue.rows])
     info = {"turn_level_scores": [1.0, 0.5], "reward_outcome": "scored"}
     tq_rows.write_rewards(batch, ["q_0_1"], [{"reward_score": 2.0, "reward_extra_info": info}])
-    assert queue["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
-    assert queue["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 1, 0]
-    assert queue["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 5]
-    assert queue["q_0_0"]["extra_fields"] == {"turns": 1, "reward_extra_info": info}
-
-
-class Step:
-    """A step of a trainer on all rows in the queue, with GRPO."""
-
-    def __init__(self, queue: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-        settings = resolved("algorithm.adv_estimator=grpo")
-        self.trainer = made = set_up(monkeypatch, constructed(settings), trainers.Workers())
-        made.prepare_step = dict
-        batch = KVBatchMeta(partition_id="train", keys=list(queue), tags=[{} for _ in queue])
-
-        def compute(self: Any, batch: Any, metrics: dict) -> None:
-            last = {key.rsplit("_", 1)[0]: key for key in batch.keys}
-            scores = {session: float(queue[key]["rm_scores"].sum()) for session, key in last.items()}
-            mean, deviation = np.mean(list(scores.values())), np.std(list(scores.values()), ddof=1)
-            for key in batch.keys:
-                advantage = (scores[key.rsplit("_", 1)[0]] - mean) / deviation
-                queue[key]["advantages"] = advantage * queue[key]["response_mask"]
-                queue[key]["returns"] = queue[key]["advantages"]
-
-        def step_once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-            return self._compute_advantage(self.replay_buffer.usable(batch), metrics)
-
-        monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
-        monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
-        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: None)
-        self.metrics: dict[str, float] = {}
-        learners = made.step(self.metrics, made.timing_raw)
-        self.left_out = list(learners.keys)
-        made._compute_metrics(learners, self.metrics, made.timing_raw, global_steps=1, epoch=0)
-        self.left_out = learners.keys[len(self.left_out) :]
-        """The rows without an advantage, which are written and deleted with the others."""
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_a_reward_of_an_agent_loop_that_is_not_finite_leaves_loss_and_baseline(
-    queue: Rows, monkeypatch: pytest.MonkeyPatch, score: float
-) -> None:
-    for session, own in enumerate((1.0, 2.0, 3.0, score)):
-        queue[f"q_{session}_0"] = row(SINGLE, own)
-    step = Step(queue, monkeypatch)
-    assert "q_3_0" in step.left_out
-    error = step.trainer._rewards.trajectories["q_3_0"].result.error
-    assert "sample q_3: the manager returned the score" in str(error)
-    assert (step.metrics["reward_loop/scored"], step.metrics["reward_loop/failed"]) == (3, 1)
-    assert [float(queue[f"q_{session}_0"]["advantages"].max()) for session in range(3)] == [-1, 0, 1]
-
-
-def test_losses_by_row_are_divided_by_the_rows_with_an_advantage(queue: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue |= {f"q_{session}_0": row(SINGLE, float(session)) for session in range(6)}
-    made = Step(queue, monkeypatch).trainer
-    keys = list(queue)
-    for padding, divisor in ((0, 3), (2, 3.0)):
-        info = {"mini_batch_size": (6 + padding) // 2, "global_batch_size": (6 + padding) // 2}
-        rows = [*keys, *[f"pad_{number}_0" for number in range(padding)]]
-        update = KVBatchMeta(keys=rows, tags=[{} for _ in rows], extra_info=info)
-        assert made.actor_rollout_wg.update_actor(update).extra_info["global_batch_size"] == divisor
+    assert queue.rows["q_0_0"]["rm_scores"].tolist() == [0, 0, 0, 2]  # an earlier output
+    assert queue.rows["q_0_1"]["rm_scores"].tolist() == [0, 1, 0, 0, 0, 1, 0]
+    assert queue.rows["q_2_0"]["rm_scores"].tolist() == [0, 0, 0, 5]
+    assert queue.rows["q_0_0"]["extra_fields"] == {"turns": 1, "reward_extra_info": info}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -187,20 +99,21 @@ def test_each_mini_batch_has_about_as_many_learners_as_the_others(
 
 
 def test_an_actor_with_smaller_mini_batches_than_the_critic_has_none_without_a_learner(
-    queue: Rows, monkeypatch: pytest.MonkeyPatch
+    queue: FakeQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch is padded to a mini-batch of the critic, which is four of the actor."""
-    queue |= {f"q_{session}_0": row(SINGLE, float(session)) for session in range(3)}
+    for session in range(3):
+        queue.put(f"q_{session}_0", float(session), SCORED, SINGLE)
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=8")
     made = set_up(monkeypatch, constructed(resolved(*sizes, "actor_rollout_ref.rollout.n=4")))
-    made._rewards.trained = set(queue)
+    made._rewards.trained = learners = set(queue.rows)
     updates: dict[str, list[str]] = {}
     for name in ("_update_actor", "_update_critic"):
         monkeypatch.setattr(PPOTrainer, name, lambda self, rows, metrics, name=name: updates.update({name: rows.keys}))
-        keys = [*queue, *(f"pad_{number}_0" for number in range(29))]
+        keys = [*queue.rows, *(f"pad_{number}_0" for number in range(29))]
         getattr(made, name)(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {})
     assert {name: len(rows) for name, rows in updates.items()} == {"_update_actor": 8, "_update_critic": 32}
-    assert all(set(queue) < set(rows) for rows in updates.values())
+    assert all(learners < set(rows) for rows in updates.values())
 
 
 @pytest.mark.parametrize("mode", ["sync", "reward_pipeline", "separate_async"])
@@ -252,3 +165,68 @@ def test_an_error_of_the_weights_is_that_of_the_run(monkeypatch: pytest.MonkeyPa
     made.checkpoint_manager = SimpleNamespace(update_weights=fail)
     with pytest.raises(TimeoutError, match="no route"):
         made.on_step_end()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    events: list[str] = []
+
+    def note(event: str, result: Any = None) -> Any:
+        return lambda *_, **__: (events.append(event), result)[1]
+
+    class Workers:
+        def __init__(self, **_: Any) -> None:
+            self.init_model = note("the trainer's model is loaded")
+            self.update_actor = note("an update")
+
+        def spawn(self, prefix_set: Any) -> dict[str, Any]:
+            return dict.fromkeys(prefix_set, self)
+
+    client = SimpleNamespace(by_group=False)
+    reward_workers = SimpleNamespace(client=client, wait_until_ready=lambda: None)
+    rollout = SimpleNamespace(get_replicas=list)
+    monkeypatch.setattr(trainer_base, "RewardLoopManager", note("verl's own reward loop manager starts"))
+    monkeypatch.setattr(trainer_base, "RayWorkerGroup", Workers)
+    monkeypatch.setattr(trainer_base, "create_colocated_worker_cls", lambda class_dict: None)
+    monkeypatch.setattr(trainer_base, "LLMServerManager", SimpleNamespace(create=note("the rollout starts", rollout)))
+    replicas = SimpleNamespace(sleep_replicas=note("the rollout sleeps"))
+    monkeypatch.setattr(trainer_base, "CheckpointEngineManager", lambda **_: replicas)
+    monkeypatch.setattr(reward_loop_trainer, "RewardWorkers", note("the reward workers start", reward_workers))
+    monkeypatch.setattr(reward_loop_trainer, "StepHealth", lambda *_: None)
+    return events
+
+
+def test_a_reward_model_on_the_trainers_gpus_starts_before_the_rollout_sizes_its_cache(events: list[str]) -> None:
+    """verl's own set-up of a trainer, with stand-ins for what needs GPUs."""
+
+    class Colocated:
+        def start(self, pool: str) -> str:
+            events.append(f"the reward model starts on the {pool}, and sleeps")
+            return "127.0.0.1:1"
+
+    settings = resolved("trainer.device=cuda")
+    made = constructed(settings, colocated=Colocated())
+    made.total_training_steps = 7
+    made.use_critic = made.use_reference_policy = made.use_teacher_policy = False
+    made.role_worker_mapping = {reward_loop_trainer.Role.ActorRollout: object}
+    pool = "trainer's pool"
+    made.resource_pool_manager = SimpleNamespace(
+        create_resource_pool=lambda: None, get_resource_pool=lambda role: pool, resource_pool_dict={"pool": pool}
+    )
+    for name in ("tokenizer", "dataloader", "dump_executor", "resource_pool_mgr"):
+        setattr(made, f"_init_{name}", lambda: None)
+    made._load_checkpoint = lambda: None
+    made.tokenizer = SimpleNamespace(decode=str)
+    verls = trainer_base.RewardLoopManager
+    made._setup()
+    assert trainer_base.RewardLoopManager is verls
+    # The agent loop workers, which get this configuration, pass it to the reward workers.
+    assert settings.config.trainer.total_training_steps == 7
+    assert events == [
+        "the trainer's model is loaded",
+        "the reward model starts on the trainer's pool, and sleeps",
+        "the reward workers start",
+        "the rollout starts",
+        "the rollout sleeps",
+    ]
+    assert made.get_reward_handles() is None, "verl scores the whole batch, after the rollout"

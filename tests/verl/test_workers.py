@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from reward_loop.config import RewardLoopConfig
 from reward_loop.errors import RewardLoopError
 from reward_loop.managers.groups import CALLER, Caller
 from reward_loop.verl.run.job import RunningJob
+from reward_loop.verl.workers import reward_workers
 from reward_loop.verl.workers.reward_workers import MAX_TASK_RETRIES, RewardClient, RewardWorkers
-from tests.support.gsm8k import ROOT
-from tests.support.local_ray import local_ray
+from tests.support.clock import until
 from tests.verl.rollouts import rollout
 from tests.verl.trainers import NoJob
 
@@ -22,13 +23,6 @@ pytestmark = pytest.mark.integration
 
 Settings = Callable[..., Any]
 ONE_WORKER = "reward.num_workers=1"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    environment = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
-    with local_ray(runtime_env={"env_vars": environment}):
-        yield
 
 
 @pytest.fixture
@@ -42,15 +36,6 @@ def started(settings: Any, job: RunningJob) -> RewardWorkers:
     workers = RewardWorkers(settings, None, job)
     workers.wait_until_ready()
     return workers
-
-
-async def until(done: Callable[[], Awaitable[Any]]) -> None:
-    """Wait until ``done()`` is true, or raises."""
-    async with asyncio.timeout(300):
-        while True:
-            if await done():
-                return
-            await asyncio.sleep(0.02)
 
 
 KILLER = """
@@ -82,6 +67,33 @@ async def test_a_worker_that_dies_is_replaced_and_its_samples_are_scored_again(
     batch = [rollout(f"{i} deaths") for i in range(5)]
     rewards = await asyncio.to_thread(workers.score_batch, batch)
     assert [reward["reward_score"] for reward in rewards] == [1.0] * 5
+
+
+SHARES = """
+import os, pathlib, signal
+class compute_score:
+    def __init__(self, flag):
+        self.flag = pathlib.Path(flag)
+    def compute_score(self, solution_str):
+        if solution_str == "dies" and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None if solution_str == "none" else 1.0
+    def post_process_scores(self, scores):
+        return [score / len(scores) for score in scores]
+"""
+
+
+async def test_a_group_whose_worker_dies_does_not_wait_for_the_samples_that_have_left_it(
+    job: RunningJob, with_function: Settings, tmp_path: Path
+) -> None:
+    workers = started(with_function(SHARES, ONE_WORKER, "actor_rollout_ref.rollout.n=4", flag=tmp_path / "flag"), job)
+    left, *others = (rollout(text, uid="q", session_id=i) for i, text in enumerate(("none", "dies", "a", "b")))
+    with workers.client.prompt("q", 4):
+        first = await workers.client.remote(left)
+        assert first["reward_extra_info"]["reward_outcome"] == "unscored"
+        rewards = await asyncio.gather(*map(workers.client.remote, others))
+    assert [reward["reward_score"] for reward in rewards] == [1 / 3] * 3
 
 
 STARTS_ONCE = """
@@ -122,7 +134,7 @@ def test_a_batch_whose_rewards_do_not_come_is_not_awaited_for_ever(
     workers = started(with_function(HANGS, ONE_WORKER, "reward_loop.timeout=null"), job)
     workers.score_batch([rollout("1")])
     workers._stall_timeout_s = 1.0
-    workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 5.0})
+    monkeypatch.setattr(reward_workers, "CHECK_S", 0.2)
     with pytest.raises(RewardLoopError, match=r"1 of 2 rewards are missing.*stall_timeout_s=1\)"):
         workers.score_batch([rollout("1"), rollout("hang")])
 
@@ -145,12 +157,9 @@ async def test_a_worker_whose_event_loop_is_blocked_is_busy_and_not_lost(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def is_blocked() -> bool:
-        return (tmp_path / "blocked").exists()
-
     workers = started(with_function(BLOCKS, ONE_WORKER, flags=tmp_path), job)
     reward = asyncio.ensure_future(workers.client.compute_score.remote(rollout("1")))
-    await until(is_blocked)
+    await until((tmp_path / "blocked").exists)
     job.check()  # does not wait for the worker
     workers.client.options = workers.client.options.model_copy(update={"worker_answer_timeout_s": 0.3})
     with pytest.raises(RewardLoopError, match=r"did not answer within 0\.3 s \(reward_loop\.worker_answer_timeout_s\)"):
@@ -188,23 +197,16 @@ async def test_a_sample_that_waits_for_its_group_is_not_in_flight(job: RunningJo
         reward = await workers.client.compute_score.remote(rollout("x" * length, uid="q", session_id=length))
         return reward["reward_score"]
 
-    with workers.client.prompt("q"):
+    with workers.client.prompt("q", 3):
         assert await asyncio.gather(*map(judged, (1, 2, 3))) == [0, 1, 2]
 
 
 async def test_samples_are_distributed_in_turn(with_function: Settings) -> None:
-    class Handle:
-        def __init__(self, number: int) -> None:
-            self.number = number
+    async def answer(number: int, _: Any) -> int:
+        return number
 
-        @property
-        def compute_score(self) -> Handle:
-            return self
-
-        async def remote(self, data: Any) -> int:
-            return self.number
-
-    client = RewardClient([Handle(0), Handle(1)], with_function(None).options, NoJob().handle)
+    handles = [SimpleNamespace(compute_score=SimpleNamespace(remote=partial(answer, n))) for n in range(2)]
+    client = RewardClient(handles, with_function(None).options, NoJob().handle)
     assert [await client.compute_score.remote(None) for _ in range(4)] == [0, 1, 0, 1]
     client.by_group = True
     numbers = {uid: {await client.compute_score.remote(rollout("4", uid=uid)) for _ in range(4)} for uid in "abcdefgh"}

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from reward_loop import cli
 from reward_loop.index.index import Index
-from reward_loop.records import Records
+from reward_loop.records import Records, resumed_row
 from reward_loop.records.reader import RecordsReader
 from reward_loop.records.trainer_events import HealthRecords
 from reward_loop.view.app import Guard, create_app
@@ -281,6 +283,26 @@ def test_a_step_without_samples_has_its_phases_and_warnings(tmp_path: Path) -> N
         assert [row["step"] for row in get(client, "steps", validate="true")["rows"]] == []
 
 
+def test_steps_that_a_resumed_run_will_do_again_show_no_times(tmp_path: Path) -> None:
+    """A trainer was killed in step 4, and another one, from the checkpoint of step 1, has done step 2."""
+
+    def step(number: int, end: float, waiting_s: float) -> list[dict[str, Any]]:
+        overlap = made_up.overlap(number, waiting_s, 10.0) | {"time": end}
+        return [*made_up.phases(number, ("step", end - 10, end)), overlap]
+
+    before = [event for number in (1, 2, 3) for event in step(number, 10.0 * number, 5.0)]
+    resumed = resumed_row(1, set()) | {"time": 50.0}
+    folder = made_up.write(tmp_path / "run", before, [made_up.row("a_0", 1.0, 2.0)])
+    with serving(folder) as client:
+        assert [row["hidden_share"] for row in get(client, "steps")["rows"]] == [0.5] * 3
+    made_up.write(folder, step(2, 60.0, 1.0), [resumed], process="host-2-b")
+    with serving(folder) as client:
+        found = {row["step"]: (row["hidden_share"], row["phases"]) for row in get(client, "steps")["rows"]}
+    assert found == {1: (0.5, {"other": 10.0}), 2: (0.9, {"other": 10.0})}
+    shown = CliRunner().invoke(cli.app, ["report", str(folder)])
+    assert "judging hidden: 70.0% in 2 steps, 90.0% in the last one" in shown.output
+
+
 @pytest.mark.parametrize("value", ["'", '"', "\\", "%", "x'--", "\x00", "a/b~c", "1e999", "nan", "\ud800"])
 def test_names_and_values_of_filters_cannot_inject_sql(client: TestClient, value: str) -> None:
     text = value.encode("utf-8", "surrogatepass")
@@ -343,7 +365,8 @@ def test_the_key_is_needed_and_may_be_a_cookie(folder: Path, key: str) -> None:
         guarded = Guard(create_app(index), {"localhost"}, key)
         with TestClient(guarded, base_url="http://localhost", follow_redirects=False) as client:
             for path in ("/api/run", "/", "/?key=wrong", "/api/changes"):
-                assert client.get(path).status_code == 401
+                refused = client.get(path)
+                assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
             assert client.get("/api/run", headers={"authorization": "Bearer wrong"}).status_code == 401
             assert client.get("/api/run", headers={"authorization": f"Bearer {key}".encode()}).status_code == 200
             answer = client.get("/", params={"key": key})

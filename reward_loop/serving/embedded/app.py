@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from reward_loop._util import web_server
-from reward_loop._util.api_keys import api_key_of, has_key
+from reward_loop._util.api_keys import CHALLENGE, api_key_of, has_key
 from reward_loop._util.process import exit_with_parent, raise_descriptor_limit
 from reward_loop._util.web_server import stop_on_disconnect
 from reward_loop.config import parse as parse_options
@@ -58,7 +58,7 @@ def create_app(model: EmbeddedModel, key: str | None = None) -> FastAPI:
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.code)
+        return JSONResponse(error.body, error.code, CHALLENGE if error.code == 401 else None)
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> JSONResponse:

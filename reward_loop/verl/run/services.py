@@ -73,7 +73,7 @@ def reward_services(config: DictConfig) -> Iterator[RewardServices]:
     A reward model on the trainer's GPUs is started later, by the trainer, and stopped here.
 
     Args:
-        config: verl's whole configuration, after :func:`~reward_loop.verl.options.resolve`.
+        config: verl's whole configuration, in which `reward_loop.verl.main_ppo.run` has filled in the options.
 
     Raises:
         ConfigError, ServerStartError: as :class:`RewardModelManager` does on entry.

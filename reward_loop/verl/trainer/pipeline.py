@@ -66,11 +66,11 @@ from reward_loop.errors import RewardLoopError
 from reward_loop.records import Interval, Records, seconds_of
 from reward_loop.verl.options import PIPELINE_MODE, by_mini_batch, mini_batch_groups, read_mode
 from reward_loop.verl.run.job import RunningJob
-from reward_loop.verl.samples import JUDGED, TRAINING_STEP, uid_of
+from reward_loop.verl.samples import TRAINING_STEP, uid_of
 from reward_loop.verl.tq_rows import KVBatchMeta, clear, copy, last_failure, read_tags, read_trajectories, select
 from reward_loop.verl.trainer.replay_buffer import RewardReplayBuffer
 from reward_loop.verl.trainer.reward_loop_trainer import NothingToLearnError
-from reward_loop.verl.trainer.reward_metrics import overlap_metrics
+from reward_loop.verl.trainer.reward_metrics import StepRewards, overlap_metrics
 
 
 @register_trainer(PIPELINE_MODE)
@@ -83,6 +83,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
     _learners: Callable[[KVBatchMeta], KVBatchMeta]
     _mask: Callable[[list[str]], None]
     _judge_colocated: Callable[[KVBatchMeta], None]
+    _rewards: StepRewards
     _left_out: dict[str, dict[str, Any]]
     _records: Records | None
     _is_first = True
@@ -342,9 +343,7 @@ class RewardPipelineTrainer(PPOTrainerSync):
         if not batch.trained and batch.nothing is not None:
             raise batch.nothing
         metrics.update(batch.metrics.get_aggregated_metrics())
-        self.replay_buffer.unfinished()  # reads the tags
-        rows, uids = self.replay_buffer.partitions["train"].items(), set(batch.uids)
-        self._judged += [tag[JUDGED] for key, tag in rows if JUDGED in tag and uid_of(key) in uids]
+        self._judged += [reward.judging for reward in self._rewards.trajectories.values() if reward.judging]
         # Only the prompts: verl deletes the trajectories after it has written metrics and files from them.
         clear(batch.uids, "train")
         metrics["reward_pipeline/prompts_ahead"] = len(self._submitted)

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import ray
 from omegaconf import OmegaConf
@@ -48,6 +49,7 @@ from reward_loop.verl.samples import (
     FAILURE,
     GENERATED,
     JUDGED,
+    JUDGING_TIMES,
     TOTAL_STEPS,
     TRAINER_MODE,
     TURNS,
@@ -58,6 +60,8 @@ from reward_loop.verl.samples import (
 )
 from reward_loop.verl.tq_rows import add_rows, add_tag, token_rewards, turns_of
 
+T = TypeVar("T")
+
 AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop.RewardAgentLoopManager"
 
 
@@ -65,6 +69,7 @@ AGENT_LOOP_MANAGER = "reward_loop.verl.workers.agent_loop.RewardAgentLoopManager
 class _Prompt:
     """A prompt, and what is left to do for its sessions, which are numbered."""
 
+    uid: str
     partition: str
     size: int
     """The number of its sessions. Reward managers that score whole groups need it: the column ``group_size``."""
@@ -126,8 +131,8 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         # Read here, because verl's method removes it.
         size = int(prompt.get("__rollout_n__", n))
         # The tasks of its sessions inherit it. A prompt that was sent again may still be generated for the first time.
-        _prompt.set(_Prompt(partition, size, set(range(size))))
-        with self._client.prompt(prompt["uid"]) if self._by_group else nullcontext():
+        _prompt.set(_Prompt(prompt["uid"], partition, size, set(range(size))))
+        with self._client.prompt(prompt["uid"], size) if self._by_group else nullcontext():
             await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
 
     @override
@@ -144,7 +149,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             with self._scoring(session, {"group": uid, "prompt": kwargs.get("raw_prompt"), **known}):
                 return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
+            error = _text(raised)
             # Not of a cancelled session, which did not fail.
             if number in session.prompt.generating and isinstance(raised, Exception):
                 tag = {FAILURE: f"{session.name}: {error}"}
@@ -155,7 +160,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
             raise
         finally:
             if not session.is_submitted and self._by_group:
-                self._client.lose(uid, session.prompt.size, session.name)
+                self._client.lose(uid, session.name)
             # Also of a failed session: the prompt is generated when its other sessions are.
             await _end_generation(session)
             _session.reset(token)
@@ -179,8 +184,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         }
 
         async def score(sample: RewardSample) -> Reward:
-            self._submit(session)
-            return await self._client.compute_score.remote(sample)
+            return await self._submitted(session, sample.uid, self._client.compute_score.remote(sample))
 
         return CurrentScorer(score, rollout).in_use()
 
@@ -237,9 +241,8 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
 
         The other arguments are those of `_compute_score`.
         """
-        self._submit(session)
         session.times["scoring"] = time.time()
-        await super()._compute_score(outputs, kwargs)
+        await self._submitted(session, session.name, super()._compute_score(outputs, kwargs))
         session.times["scored"] = time.time()
 
     async def _check(self, session: _Session, final: Any, score: Any) -> None:
@@ -256,7 +259,7 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
                 reward = decide(result, self._options).to_reward()
             except ScoringError as error:
                 if self._client is not None:
-                    await self._client.stop_run(f"{type(error).__name__}: {error}")
+                    await self._client.stop_run(_text(error))
                 raise
         final.reward_score, final.extra_fields["reward_extra_info"] = (
             reward["reward_score"],
@@ -273,19 +276,32 @@ class RewardAgentLoopWorker(_AgentLoopWorker):
         """Whether the reward workers score the rollouts of a prompt together."""
         return self._client is not None and self._client.by_group
 
-    def _submit(self, session: _Session) -> None:
-        """Note that the sample of a rollout is sent to be scored: then it is a member of its group.
+    async def _submitted(self, session: _Session, name: str | None, sending: Coroutine[Any, Any, T]) -> T:
+        """Send the sample of a rollout, with its name, to be scored: then it is a member of its group.
 
         Raises:
             ConfigError: it was sent before, and the others of its group would be compared with both.
         """
         if session.is_submitted and self._by_group:
+            sending.close()
             raise ConfigError(
                 f"rollout {session.name} requests a second reward, and the rollouts of its prompt are scored together "
                 "(post_process_scores, or the manager `group`): request one in each rollout, and pass it on as the "
                 "`reward_score` of the output"
             )
         session.is_submitted = True
+        try:
+            return await sending
+        except BaseException as error:
+            if self._by_group:  # it may not have been sent
+                self._client.lose(session.prompt.uid, name)
+            if isinstance(error, Exception) and not isinstance(error, RewardLoopError):  # then no worker has counted it
+                await self._client.count_failure(f"rollout {session.name}: {_text(error)}", type(error).__name__)
+            raise
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 async def _end_generation(session: _Session) -> None:
@@ -309,22 +325,22 @@ async def _write_reward(session: _Session, outputs: list[Any]) -> None:
         await session.judging
     except Exception as raised:
         error = raised
-        failure = ScoringError(f"{type(error).__name__}: {error}", cause=type(error).__name__)
+        failure = ScoringError(_text(error), cause=type(error).__name__)
         failed = RewardResult(Outcome.FAILED, None, error=str(failure), exception=failure, masked=True).to_reward()
         final.reward_score, final.extra_fields["reward_extra_info"] = 0.0, failed["reward_extra_info"]
     score, info = final.reward_score, final.extra_fields["reward_extra_info"]
+    now = time.time()
+    times = [session.times.get("scoring", now), session.times.get("scored", now)]
     fields = []
     for output in outputs:
         # With a score, verl's `as_dict` fails for a response without tokens.
         output.reward_score = None
-        output.extra_fields["reward_extra_info"] = info
+        output.extra_fields |= {"reward_extra_info": info, JUDGING_TIMES: times}
         # The parts are those of the last output.
         rm_scores = token_rewards(score, output.response_mask, info if output is final else {})
         fields.append({"rm_scores": rm_scores, "extra_fields": output.as_dict()["extra_fields"]})
-    now = time.time()
-    judged = {JUDGED: [session.times.get("scoring", now), session.times.get("scored", now)]}
     keys = [f"{session.name}_{index}" for index in range(len(outputs))]
-    await add_rows(keys, session.prompt.partition, list_of_dict_to_tensordict(fields), [judged] * len(outputs))
+    await add_rows(keys, session.prompt.partition, list_of_dict_to_tensordict(fields), [{JUDGED: True}] * len(outputs))
     if error is not None:
         raise error
 

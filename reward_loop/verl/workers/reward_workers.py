@@ -25,6 +25,7 @@ from reward_loop.types import Outcome, Reward, RewardResult, RewardSample
 from reward_loop.verl.options import RewardSettings
 from reward_loop.verl.run.job import RunningJob
 from reward_loop.verl.run.services import worker_nodes
+from reward_loop.verl.samples import row_name
 from reward_loop.verl.workers.reward_worker import RewardWorker
 
 logger = logging.getLogger(__name__)
@@ -48,32 +49,45 @@ def prompt_of(data: Any) -> str:
     return str(data.non_tensor_batch["uid"][-1])
 
 
+def _rollout_of(data: Any) -> str | None:
+    """Return the uid of one rollout: the name by which its group knows it."""
+    if isinstance(data, RewardSample):
+        return data.uid
+    return row_name({name: column[-1] for name, column in data.non_tensor_batch.items()})
+
+
 def name_of(number: int) -> str:
     """Return the name of a reward worker in the job."""
     return f"reward worker {number}"
 
 
-async def _score(worker: Any, data: Any, lost: frozenset[str] | None) -> Reward:
+async def _score(worker: Any, data: Any, lost: frozenset[str | None] | None) -> Reward:
     """Call a worker. If the sample waits there for its group, the caller is told so, see `Caller.release`."""
     if (release := CALLER.get().release) is None or lost is None:
         reward: Reward = await worker.compute_score.remote(data, *(() if lost is None else (lost,)))
         return reward
-    async for answer in worker.compute_score_in_group.remote(data, lost):
-        if (found := await answer) is None:
-            release()
-        else:
-            reward = found
-    return reward
+    found: Reward | None = None
+    try:
+        async for answer in worker.compute_score_in_group.remote(data, lost):
+            if (found := await answer) is None:
+                release()
+    except RayActorError:
+        if found is None:  # otherwise the worker died after its last answer
+            raise
+    assert found is not None
+    return found
 
 
 @dataclass(slots=True)
 class _GroupedPrompt:
     """A prompt whose rollouts are scored together."""
 
-    lost: set[str] = field(default_factory=set)
-    """The uids of the rollouts that will not be scored."""
+    size: int
+    """The number of its rollouts."""
+    lost: set[str | None] = field(default_factory=set)
+    """The uids of the rollouts that the others do not wait for: they will not be scored, or have left without one."""
     is_scored: bool = False
-    """Whether a reward of its group has arrived: then the group was closed."""
+    """Whether a score of its group has arrived: then the group was closed."""
 
 
 class RewardClient:
@@ -139,34 +153,52 @@ class RewardClient:
             RayActorError: the worker died too often, or stayed unreachable.
         """
         number, prompt = self._number_for(data), self._prompts.get(prompt_of(data)) if self.by_group else None
-        for attempt in itertools.count(1):
-            try:
-                reward = await _score(self._workers[number], data, None if prompt is None else frozenset(prompt.lost))
-            except RayActorError:
-                # Its group was closed with it, and the others have their rewards: it cannot be compared any more.
-                if attempt > MAX_TASK_RETRIES or (prompt is not None and prompt.is_scored):
-                    raise
-                await self._until_reachable(number)
+        try:
+            for attempt in itertools.count(1):
+                lost = None if prompt is None else frozenset(prompt.lost)
+                try:
+                    reward = await _score(self._workers[number], data, lost)
+                except RayActorError:
+                    if attempt > MAX_TASK_RETRIES:
+                        raise
+                    await self._until_reachable(number)
+                    # Its group was closed with it, and the others have their rewards, perhaps only since its worker
+                    # died: it cannot be compared any more.
+                    if prompt is not None and prompt.is_scored:
+                        raise
+                else:
+                    break
+        except RayTaskError:
+            if prompt is not None:  # its worker knows that it has left; the name is for the worker after a restart
+                prompt.lost.add(_rollout_of(data))
+            raise
+        except BaseException:
+            if prompt is not None:  # no worker knows
+                self.lose(prompt_of(data), _rollout_of(data))
+            raise
+        if prompt is not None:
+            if reward["reward_extra_info"].get("reward_outcome") in (Outcome.UNSCORED, Outcome.FAILED):
+                prompt.lost.add(_rollout_of(data))
             else:
-                if prompt is not None:
-                    prompt.is_scored = True
-                return reward
-        raise AssertionError("unreachable")
+                prompt.is_scored = True
+        return reward
 
     @contextlib.contextmanager
-    def prompt(self, uid: str) -> Iterator[None]:
+    def prompt(self, uid: str, size: int) -> Iterator[None]:
         """Announce that this process submits all rollouts of a prompt within the block, or reports them as lost."""
-        self._prompts[uid] = _GroupedPrompt()
+        self._prompts[uid] = _GroupedPrompt(size)
         try:
             yield
         finally:
             del self._prompts[uid]
 
-    def lose(self, prompt: str, size: int, rollout: str) -> None:
-        """Report that one of ``size`` rollouts of a prompt will not be scored: the others do not wait for it."""
-        self._prompts[prompt].lost.add(rollout)
-        # Not awaited: if the worker dies, the samples that are submitted again bring the names along.
-        self._workers[self._number_of(prompt)].lose.remote(prompt, size, [rollout])
+    def lose(self, uid: str, rollout: str | None) -> None:
+        """Report that a rollout of a prompt will not be scored: the others do not wait for it, if they still do."""
+        prompt = self._prompts[uid]
+        if rollout not in prompt.lost and not prompt.is_scored:
+            prompt.lost.add(rollout)
+            # Not awaited: if the worker dies, the samples that are submitted again bring the names along.
+            self._workers[self._number_of(uid)].lose.remote(uid, prompt.size, [rollout])
 
     async def stop_run(self, why: str) -> None:
         """Record why the run must stop, before the trainer asks."""
@@ -206,8 +238,9 @@ class RewardClient:
 
     async def _failed(self, error: RayActorError) -> Reward:
         failure = RewardFunctionError(
-            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or did not restart "
-            f"within {self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "
+            f"the reward worker died {MAX_TASK_RETRIES + 1} times while it scored this sample, or once when others of "
+            "its prompt already had their scores, with which this one must be compared, or did not restart within "
+            f"{self.options.worker_answer_timeout_s:g} s (reward_loop.worker_answer_timeout_s): does the reward "
             f"function crash the interpreter, or run out of memory? ({type(error).__name__})",
             cause="a reward worker died",
         )
@@ -275,11 +308,14 @@ class RewardWorkers:
         Raises:
             RewardLoopError: the run must stop; no reward arrived for too long; or a worker does not respond.
         """
-        if self.client.by_group:
-            sizes = Counter(map(prompt_of, rows))
-            for row in rows:
-                row.non_tensor_batch["group_size"] = np.array([sizes[prompt_of(row)]] * len(row), dtype=object)
-        return self._results([self.client.remote(row) for row in rows])
+        with contextlib.ExitStack() as prompts:
+            if self.client.by_group:
+                sizes = Counter(map(prompt_of, rows))
+                for uid, size in sizes.items():
+                    prompts.enter_context(self.client.prompt(uid, size))
+                for row in rows:
+                    row.non_tensor_batch["group_size"] = np.array([sizes[prompt_of(row)]] * len(row), dtype=object)
+            return self._results([self.client.remote(row) for row in rows])
 
     def _results(self, pending: Sequence[Awaitable[T]]) -> list[T]:
         """Wait for calls of workers, and return their results."""

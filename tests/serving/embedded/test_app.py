@@ -76,6 +76,7 @@ async def test_a_server_with_a_key_answers_only_requests_that_have_it() -> None:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             async with session.get(path, headers=headers) as response:
                 assert response.status == status
+                assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
 
 
 async def test_chat_answers_in_vllms_shape(judge: Client) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("verl")
+
 import torch
 from omegaconf import OmegaConf
 

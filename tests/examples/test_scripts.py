@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("verl")
+
 from examples.gsm8k import prepare
 from reward_loop.serving.engines import ENGINES
 from reward_loop.verl.main_ppo import check_function
