@@ -191,7 +191,7 @@ def _wrong(
     went_on: list[dict[str, float]],
 ) -> Iterator[str]:
     size = training.PROMPTS * training.RESPONSES
-    if "agent loop worker 0 died with" not in (output / "lost" / "log").read_text(errors="replace"):
+    if "agent loop worker 0 died: " not in (output / "lost" / "log").read_text(errors="replace"):
         yield "the run did not end with the death of the agent loop worker"
     rows = [*lost[:CHECKPOINT], *again[:CHECKPOINT], *went_on]
     yield from wrong_rollouts(output / "rollouts", rows, STEPS, size)

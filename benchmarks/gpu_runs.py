@@ -110,7 +110,7 @@ GPU = Size(
     colocated=3,
     learning=Settings(steps=12, test_every=12, judge_latency=0.0),
 )
-FEW = Recipe(steps=10, forgetting_steps=2, bound=0.0, rounds=1)
+FEW = Recipe(steps=2, forgetting_steps=2, batch_size=32, held_out=32, bound=0.0, rounds=1)
 REHEARSAL = replace(GPU.learning, steps=1, test_every=1, prompts=8, answers=2, validate=8, recipe=FEW)
 CPU = Size(model={}, prompts=4, responses=2, mini_batch=2, tokens=4, judged_at_a_time=2, learning=REHEARSAL)
 MODEL_TOKENS = 2048

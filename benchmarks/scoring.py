@@ -129,20 +129,19 @@ def configuration(folder: Path, name: str, *more: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from reward_loop.verl.installed import verl_config_dir
-    from reward_loop.verl.options import CONFIG_DIR, resolve
+    from reward_loop.verl.options import resolve
 
     overrides = [
-        f"hydra.searchpath=[file://{verl_config_dir()}]",
         f"actor_rollout_ref.model.path={folder}",
         f"custom_reward_function.path={folder}/nothing.py",
         f"custom_reward_function.name={name}",
         "+reward_loop.limits.default.max_concurrent=4096",
         "+reward_loop.limits.default.requests_per_minute=100000000",
-        f"reward_loop.log_dir={folder}/records",
+        f"+reward_loop.log_dir={folder}/records",
         *more,
     ]
-    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        config = compose("reward_loop_trainer", overrides)
+    with initialize_config_dir(str(verl_config_dir()), version_base=None):
+        config = compose("ppo_trainer", overrides)
     return resolve(config)
 
 
