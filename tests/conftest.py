@@ -28,6 +28,8 @@ os.environ |= {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_niceness": "5",
+    # For a dashboard, Ray measures its processes every five seconds.
+    "REPORTER_UPDATE_INTERVAL_MS": "3600000",
 }
 
 # A shell that starts the tests in the background sets SIGINT to be ignored, and child processes would inherit that.

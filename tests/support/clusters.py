@@ -14,17 +14,17 @@ def ray_cluster(*nodes: Mapping[str, Any], **options: Any) -> Iterator[None]:
     """Starts a cluster, as `started_cluster` does, and connects to it, with options of ``ray.init``."""
     import ray
 
-    with started_cluster(*nodes) as address:
+    with started_cluster(*nodes) as cluster:
         try:
-            ray.init(address=address, log_to_driver=False, **options)
+            ray.init(address=cluster.address, log_to_driver=False, **options)
             yield
         finally:
             ray.shutdown()
 
 
 @contextmanager
-def started_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
-    """Starts a node for each mapping of node arguments, the first one as the head, and yields its address.
+def started_cluster(*nodes: Mapping[str, Any]) -> Iterator[Any]:
+    """Starts a node for each mapping of node arguments, the first one as the head, and yields the ``Cluster``.
 
     `Cluster` would publish its address in a file of the machine, and every ``ray.init()`` of tests that run at the same
     time would join it.
@@ -38,6 +38,6 @@ def started_cluster(*nodes: Mapping[str, Any]) -> Iterator[str]:
     try:
         for node in nodes[1:]:
             cluster.add_node(**node)
-        yield cluster.address
+        yield cluster
     finally:
         cluster.shutdown()

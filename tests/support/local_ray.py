@@ -21,6 +21,8 @@ NODE = {
     "num_cpus": 64,
     "num_gpus": 8,
     "object_store_memory": 2**28,
+    # It takes a tenth of a core for as long as Ray runs; `printed_since` replaces it.
+    "include_log_monitor": False,
     "setup_worker_path": str(Path(__file__).with_name("setup_worker.py")),
 }
 """More CPUs and GPUs than any test asks for. Tests take turns."""
@@ -30,8 +32,8 @@ atexit.register(_open.close)
 
 
 @functools.cache
-def ray_address() -> str:
-    """Starts Ray if no test has yet, and returns its address. It stops with this process.
+def _cluster() -> Any:
+    """Starts Ray if no test has yet. It stops with this process.
 
     Its workers have the environment of a run on a CPU, as far as it is read when verl is imported.
     """
@@ -40,6 +42,17 @@ def ray_address() -> str:
         for name, value in (platform | module_environment()).items():
             patch.setenv(name, value)
         return _open.enter_context(started_cluster(NODE))
+
+
+def ray_address() -> str:
+    """Starts Ray if no test has yet, and returns its address."""
+    return str(_cluster().address)
+
+
+def printed_since(time: float) -> str:
+    """What workers have printed that have printed something since a time."""
+    logs = sorted(Path(_cluster().head_node.get_logs_dir_path()).glob("worker-*"))
+    return "".join(log.read_text(errors="replace") for log in logs if log.stat().st_mtime >= time)
 
 
 def options_of_local_ray(folder: Path, **variables: object) -> list[str]:
@@ -75,7 +88,7 @@ def in_local_ray(command: list[str], folder: Path, **variables: object) -> list[
 def stop_ray() -> None:
     """Stops it, so that the next test gets a new one."""
     _open.close()
-    ray_address.cache_clear()
+    _cluster.cache_clear()
 
 
 @contextmanager

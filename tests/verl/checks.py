@@ -154,7 +154,9 @@ def advantages_by_uid(rollouts: list[dict[str, Any]], masked: Collection[int] = 
     return advantages
 
 
-def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | None = None) -> None:
+def check_events(
+    run: Run, folder: Path, phases_of_mode: set[str], last: int | None = None, killed: int | None = None
+) -> None:
     """The events of a run agree with verl's own timings, its rollouts with the rows, its advantages with the scores.
 
     Args:
@@ -162,7 +164,9 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
         folder: its records.
         phases_of_mode: phases that every step has.
         last: the last step that is checked, if later ones are special.
+        killed: the process ID of a killed reward worker: the rows that it had not written yet are lost.
     """
+    of_killed = texts([call for call in run.calls if call["pid"] == killed])
     rows = {row["uid"]: row for row in rows_that_count(folder) if not row["validate"]}
     rollouts = {event["uid"]: event for event in read_events(folder) if event["kind"] == "rollout"}
     by_step = StepTimes(folder).steps()
@@ -179,8 +183,10 @@ def check_events(run: Run, folder: Path, phases_of_mode: set[str], last: int | N
         assert sum(seconds.values()) == pytest.approx(timings["step"], abs=1e-3)
         is_measured = "reward_pipeline/waiting_for_rewards_s" in metrics  # elsewhere, nothing measures the overlap
         assert (by_step[step]["waiting_s"] is not None) == is_measured
-        expected = advantages_by_uid(run.rollouts(step))
-        trained = [row["uid"] for row in run.rollouts(step)]
+        lost = [row for row in run.rollouts(step) if row["uid"].rsplit("_", 1)[0] not in rows]
+        assert texts(lost) <= of_killed
+        trained = [row["uid"] for row in run.rollouts(step) if row not in lost]
+        expected = {uid: mean for uid, mean in advantages_by_uid(run.rollouts(step)).items() if uid in trained}
         recorded = {uid: rows[uid.rsplit("_", 1)[0]].get("advantage") for uid in trained}
         assert {uid: value for uid, value in recorded.items() if value is not None} == pytest.approx(expected, abs=1e-4)
         for uid in trained:

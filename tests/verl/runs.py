@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pandas as pd
 
 from reward_loop.verl.installed import SUPPORTED, installed_version
 from tests.support.fork_server import module_environment, run_forked, worker_python
-from tests.support.local_ray import ray_address, stop_ray
+from tests.support.local_ray import printed_since, ray_address, stop_ray
 
 RUNNING_RAY = (
     "ray_kwargs.ray_init.address=auto",
@@ -157,9 +158,11 @@ def train(
     if not own_ray:  # a running Ray does not have the environment of the command
         module += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in given.items()]
         environment["RAY_ADDRESS"] = ray_address()
-    log = directory / "output.log"
+    log, began = directory / "output.log", time.time()
     status = run_forked(module, environment, directory, log)
     output = log.read_text(errors="replace")
+    if not own_ray:
+        output = printed_since(began) + output
     if status != returncode:
         stop_ray()
         raise AssertionError(f"the exit status is {status}:\n{output[-8000:]}")

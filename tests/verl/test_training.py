@@ -138,7 +138,8 @@ def test_validation_means_are_over_the_scored_samples(run: Run) -> None:
 
 def test_events_and_advantages_agree_with_verls_timings_and_rollouts(run: Run) -> None:
     phases_of_mode = {"gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights"}
-    check_events(run, run.directory / "checkpoints" / "rewards", phases_of_mode)
+    killed = int((run.directory / "killed-worker").read_text())
+    check_events(run, run.directory / "checkpoints" / "rewards", phases_of_mode, killed=killed)
 
 
 def test_the_monitors_of_health_agree_with_the_rollouts_and_the_records(run: Run) -> None:
