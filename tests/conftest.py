@@ -44,22 +44,28 @@ LONGEST = (
     "serving/test_real_sglang.py",
     "verl/test_two_nodes.py",
     "verl/test_pipeline.py",
-    "serving/test_vllm.py",
-    "verl/test_killed_trainer.py",
     "verl/test_separate_async_run.py",
-    "verl/test_workers.py",
-    "integration/test_demo.py",
-    "test_docs.py",
-    "test_pages.py",
-    "serving/test_manager.py",
-    "adapters/trl/test_trainers.py",
-    "verl/test_colocated.py",
-    "examples/test_generative_judge.py",
+    "verl/test_killed_trainer.py",
+    "serving/test_vllm.py",
     "view/test_page.py",
     "processes/test_pool.py",
+    "integration/test_demo.py",
+    "test_pages.py",
+    "verl/test_workers.py",
+    "verl/test_colocated.py",
+    "offline/test_check.py",
+    "examples/test_generative_judge.py",
+    "serving/test_manager.py",
+    "verl/test_stock_verl.py",
+    "serving/test_several_nodes.py",
+    "adapters/trl/test_trainers.py",
+    "test_docs.py",
+    "integration/test_wheel.py",
+    "test_cli.py",
 )
-"""The files that take longest, in this order. Processes share the files, and the longest must not start last. One of
-the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed limit, and is then repeated."""
+"""The files that take longest, in this order; then come the others with slow tests. Processes share the files, and the
+longest must not start last. One of the first three uses no Ray: on a busy machine, Ray's start can exceed a fixed
+limit, and is then repeated."""
 
 SLOW_ONLY = {
     "fast": re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|processes)", re.MULTILINE),
@@ -98,7 +104,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set marks and the time limit of integration tests, let these fail once, and run the longest files first.
+    """Set marks and the time limit of integration tests, let these fail once, and run slow files first.
 
     On a busy machine, Ray, vLLM and SGLang can exceed fixed time limits of their own. The summary shows the errors of
     the first runs.
@@ -114,7 +120,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(INTEGRATION_TIMEOUT_S))
     ranks = {folder / name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), not item.path.is_relative_to(folder / "verl")))
+    slow = {item.path for item in items if not item.get_closest_marker("fast")}
+    items.sort(key=lambda item: (ranks.get(item.path, len(ranks)), item.path not in slow))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
