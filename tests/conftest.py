@@ -97,7 +97,7 @@ def no_test_leaves_ray_connected() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, and not these modules later: it takes half of the time."""
+    """Turn garbage collection off for the imports, whose time it doubles, and leave their objects out of it later."""
     gc.disable()
     try:
         return (yield)

@@ -150,10 +150,11 @@ class RewardModelManager:
         trusted_addresses: see `RouterConfig.trusted_addresses`.
 
     Raises:
-        ConfigError: on entry: there is no model at `model_path`, its kind differs from the configured kind, an option
-            is not valid for the engine, the port is in use, there are too few GPUs, or the placement is ``colocated``.
-        ServerStartError: on entry: Ray did not have enough free resources in time; or a server or the router did not
-            become ready, and the message shows the end of its log.
+        ConfigError: on entry, if there is no model at `model_path`, its kind differs from the configured kind, an
+            option is not valid for the engine, the port is in use, there are too few GPUs, or the placement is
+            ``colocated``.
+        ServerStartError: on entry, if Ray did not have enough free resources in time, or a server or the router did not
+            become ready. The message shows the end of its log.
     """
 
     def __init__(

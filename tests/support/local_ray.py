@@ -50,7 +50,7 @@ def ray_address() -> str:
 
 
 def printed_since(time: float) -> str:
-    """What workers have printed that have printed something since a time."""
+    """Returns the logs of the workers that have printed something since a time."""
     logs = sorted(Path(_cluster().head_node.get_logs_dir_path()).glob("worker-*"))
     return "".join(log.read_text(errors="replace") for log in logs if log.stat().st_mtime >= time)
 
