@@ -96,10 +96,8 @@ class ActiveSample:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del _active[self]
-        self._leave()
-
-    def _leave(self) -> None:
+        _active.pop(self, None)  # a batch is not among them
+        self.queued = ()  # breaks the reference cycle of a sample with its calls
         # Not `reset`: its token would be one more object for the garbage collector to visit, for each sample in flight.
         if _current.get() is self:  # if not, the garbage collector closes a coroutine in another context
             _current.set(self._outer)
@@ -178,7 +176,7 @@ class ActiveBatch(ActiveSample):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        super().__exit__()
         count = len(self.members)
         is_small = count * len(self.exchanges) <= MAX_COPIES
         for i, member in enumerate(self.members):

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import sys
 import threading
 import types
+import weakref
+from collections import UserDict
 from collections.abc import Callable, Generator
 
 import pytest
@@ -19,6 +22,19 @@ def new() -> Callable[[], list[ActiveSample]]:
     """The running calls that earlier tests have not left."""
     left = active_samples()
     return lambda: [call for call in active_samples() if call not in left]
+
+
+async def test_a_call_in_a_thread_leaves_nothing_for_the_garbage_collector() -> None:
+    manager = NaiveRewardLoopManager(compute_score=lambda solution_str: 1.0)
+    info: UserDict[str, int] = UserDict()
+    left = weakref.ref(info)
+    gc.disable()
+    try:
+        await manager.run_single(RewardSample("x", extra_info=info))
+        del info
+        await until(lambda: left() is None)  # the thread may hold it a little longer
+    finally:
+        gc.enable()
 
 
 async def test_a_call_is_listed_while_it_is_running(new: Callable[[], list[ActiveSample]]) -> None:
