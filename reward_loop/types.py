@@ -39,12 +39,17 @@ def finite_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+_TEXTS = (str, bytes, Mapping)
+
+
 def missing(value: Any) -> bool:
     """Return whether a field of a row has no value: ``None``, NaN, NA or NaT of pandas, or only these in a list.
 
     JSON and parquet have different forms of it, which as a text would be an answer: "nan", "None".
     """
-    if isinstance(value, str | bytes | Mapping):
+    if value is None:
+        return True
+    if isinstance(value, _TEXTS):
         return False
     if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
         try:
@@ -52,7 +57,7 @@ def missing(value: Any) -> bool:
         except RecursionError:  # it contains itself
             return False
     try:
-        return value is None or bool(value != value)
+        return bool(value != value)
     except Exception:  # pandas.NA, and objects that compare otherwise
         return type(value).__name__ == "NAType"
 
@@ -73,9 +78,12 @@ class Outcome(StrEnum):
     """The function raised an error, timed out, or returned a value that is not a valid score."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as the result below
 class RewardSample:
-    """One finished rollout, as a reward function receives it. The field names are those of verl."""
+    """One finished rollout, as a reward function receives it. The field names are those of verl.
+
+    To change one, make another by `dataclasses.replace`.
+    """
 
     solution_str: str
     """The decoded response, without special tokens."""

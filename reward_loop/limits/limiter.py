@@ -197,13 +197,15 @@ class Limiter:
         self.in_flight += 1
         # Counted at the grant and never returned: the service counts a request even if it fails or is cancelled.
         self._requests.add(now, 1.0)
-        permit.unpaid_until = self._tokens.add(now, permit.tokens)
+        if self._tokens_limit is not None:
+            permit.unpaid_until = self._tokens.add(now, permit.tokens)
         request.set_result(permit)
 
     def _free_at(self, permit: Permit) -> float:
         if self.in_flight + 1 > self.concurrency.limit:
             return math.inf  # until a call ends
-        return max(self._requests.free_at(1.0), self._tokens.free_at(permit.tokens), self.concurrency.not_before)
+        at = max(self._requests.free_at(1.0), self.concurrency.not_before)
+        return at if self._tokens_limit is None else max(at, self._tokens.free_at(permit.tokens))
 
     def used(self, now: float, permit: Permit, tokens: float) -> None:
         """Replace a call's token estimate with its actual usage. Call `advance` afterwards."""
@@ -212,7 +214,7 @@ class Limiter:
 
     def leave(self, now: float, accepted: bool | None = None, retry_after: float | None = None) -> None:
         """End a call, with the arguments of `Permit.leave`. Call `advance` afterwards."""
-        if accepted:
+        if accepted and self.config.adaptive:
             self.concurrency.answered(now, self.in_flight)
         elif accepted is False:
             self.concurrency.refused(now, retry_after)

@@ -167,21 +167,15 @@ class Limits(ABC):
             raise LimitError("these limits are in use by another event loop: create limits for each event loop")
         return loop
 
-    def check(self, name: str) -> None:
-        """Check that permits of a limit are granted.
-
-        Raises:
-            BudgetSpentError: the budget is used up.
-            LimitError: the limit does not exist.
-        """
+    def refusal(self, name: str) -> BudgetSpentError | LimitError:
+        """Return why no permit of a limit is granted: the budget is used up, or there is no such limit."""
         if self.spent is not None:
-            raise BudgetSpentError(self.spent)
-        if name not in self.max_waits:
-            known = users_limits(self.max_waits)
-            raise LimitError(
-                f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
-                f"reward_loop.limits: {listing(known) or 'none'}"
-            )
+            return BudgetSpentError(self.spent)
+        known = users_limits(self.max_waits)
+        return LimitError(
+            f"unknown limit {name!r}{did_you_mean(name, known) or '.'} Configured in "
+            f"reward_loop.limits: {listing(known) or 'none'}"
+        )
 
     @abstractmethod
     def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
@@ -284,7 +278,8 @@ class LocalLimits(Limits):
 
     def request(self, name: str, tokens: float = 0, order: Order = (0.0, 0.0)) -> asyncio.Future[Permit]:
         loop = self.check_loop()
-        self.check(name)
+        if self.spent is not None or name not in self.limiters:
+            raise self.refusal(name)
         limiter = self.limiters[name]
         permit = Permit(self, name, tokens or limiter.config.estimated_tokens_per_request)
         request: asyncio.Future[Permit] = loop.create_future()
@@ -304,8 +299,10 @@ class LocalLimits(Limits):
         self._advance(permit.name)
 
     def release(self, permit: Permit, accepted: bool | None, retry_after: float | None) -> None:
-        self.limiters[permit.name].leave(time.monotonic(), accepted, retry_after)
-        self._advance(permit.name)
+        limiter = self.limiters[permit.name]
+        limiter.leave(time.monotonic(), accepted, retry_after)
+        if limiter.queue:  # without one there is nothing to grant: most calls end here
+            self._advance(permit.name)
 
     def spend(self, cost: float, tokens: float) -> None:
         self.cost += cost
@@ -328,9 +325,6 @@ class LocalLimits(Limits):
 
     def _advance(self, name: str) -> None:
         limiter = self.limiters[name]
-        # Without a queue there is nothing to grant, and no timer to set: most calls end here.
-        if not limiter.queue:
-            return
         at = limiter.advance(time.monotonic())
         timer = self._timers.pop(name, None)
         if timer is not None:

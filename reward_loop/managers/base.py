@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -152,12 +151,11 @@ class RewardLoopManagerBase:
         # Not in the constructor: a process that only creates a manager gets no thread.
         if asyncio.get_running_loop() not in watched_loops:  # a sample needs no call of the watchdog
             watch()
-        member = nullcontext(bool) if self.groups is None else self.groups.member(sample)
         with ActiveSample(sample, self.name, self.options.watchdog_s, self.records is not None) as active:
-            with member as joined:
+            if self.groups is None:
                 result = check_result(sample, await self.score_one(sample))
-                if self.post_processes and not joined():  # an override has not called the method of this class
-                    result = check_result(sample, await self._post_process(sample, result))
+            else:
+                result = await self._score_member(sample, self.groups)
             result = decide(result, self.options, active.seconds)
             if self.records is not None:
                 self.records.write_sample(active, result, self.options.record.full)
@@ -172,6 +170,13 @@ class RewardLoopManagerBase:
         """
         # The function's coroutine directly: no extra coroutine per sample in flight.
         return self._with_group(sample) if self.post_processes else self._call(sample)
+
+    async def _score_member(self, sample: RewardSample, groups: Groups) -> RewardResult:
+        with groups.member(sample) as joined:
+            result = check_result(sample, await self.score_one(sample))
+            if self.post_processes and not joined():  # an override has not called the method of this class
+                result = check_result(sample, await self._post_process(sample, result))
+        return result
 
     def score_many(self, samples: list[RewardSample]) -> Awaitable[list[RewardResult]]:
         """Call a batched function once for several samples; return one result per sample, in order."""

@@ -130,15 +130,18 @@ class Records:
             exchanges: its exchanges with model servers; their large fields are written only if there is a `text`.
         """
         row["id"] = name = next(self._ids)
-        row["judges"] = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in exchanges]
-        if exchanges and not row.get("validate"):
-            self.exchange_counts.add(exchanges)
+        row["judges"] = ()
         texts = requests = b""
         if text is not None:
             text["id"] = name
             texts = encode_record(text)
-            shared = {"version": VERSION, "sample": name, "uid": row.get("uid")}
-            requests = b"".join([encode_record({**shared, **exchange}) for exchange in exchanges])
+        if exchanges:
+            row["judges"] = [{key: made[key] for key in made if key not in TEXT_FIELDS} for made in exchanges]
+            if not row.get("validate"):
+                self.exchange_counts.add(exchanges)
+            if text is not None:
+                shared = {"version": VERSION, "sample": name, "uid": row.get("uid")}
+                requests = b"".join([encode_record({**shared, **exchange}) for exchange in exchanges])
         self._queue(encode_record(row), texts, requests, has_places=True)
 
     def write_sample(self, active: ActiveSample, result: RewardResult, full: float = 1.0) -> None:
@@ -147,7 +150,7 @@ class Records:
         Samples without a score, and the share ``full`` of the others, get their texts, too.
         """
         is_full = full >= 1 or result.outcome is not Outcome.SCORED or _fraction(active.sample) < full
-        large = large_components(result.extra_info)
+        large = large_components(result.extra_info) if result.extra_info else {}
         text = text_row(active.sample, large) if is_full else None
         self.write(sample_row(active, result, large), text, exchanges_of(active) if active.exchanges else ())
 

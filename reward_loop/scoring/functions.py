@@ -35,7 +35,7 @@ from reward_loop.errors import (
     RewardTimeoutError,
     ScoringError,
 )
-from reward_loop.limits.call import Call, current_call
+from reward_loop.limits.call import Call, Deadlines, current_call
 from reward_loop.limits.local import DEFAULT, REWARD_MODEL, Limits, LocalLimits, Order, answer_of
 from reward_loop.limits.outages import JudgeAddress
 from reward_loop.processes.child import callable_of
@@ -117,6 +117,7 @@ class UserFunction:
         self._owns_limits = limits is None
         self.limits = LocalLimits(options) if limits is None else limits
         self.timeout = options.timeout
+        self._deadlines = Deadlines(options.timeout)
 
     @property
     def in_processes(self) -> bool:
@@ -185,11 +186,12 @@ class UserFunction:
             else:
                 # In this coroutine: another one would be one more object for each call in flight.
                 task = call.loop.create_task(_run_on_loop(call, self._function, arguments))
-                call.watch()
+                self._deadlines.add(call)
                 try:
                     outcome = await call.future
-                finally:
+                except BaseException:
                     _cancel(task)
+                    raise
             abandoned = False
         except (LimitError, BudgetSpentError) as error:
             outcome = CallOutcome.without_call(type(error)(_not_called(str(error), attempt)))
@@ -201,6 +203,7 @@ class UserFunction:
                 current_call.set(outer)
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
+            self._deadlines.discard(call)
             call.end(abandoned, *answer)
         if call.budget_error is not None and outcome.exception is not None:  # it may be another one, raised from this
             outcome.exception, outcome.error = None, BudgetSpentError(f"got no permit: {call.budget_error}")
@@ -230,7 +233,7 @@ class UserFunction:
             call.begin()
             return outcome_of(function, {})
 
-        call.watch()
+        self._deadlines.add(call)
         outcome = await self._threads.run(run, call.future)
         if outcome.exception is None and inspect.isawaitable(outcome.value):
             seconds, awaitable = outcome.work_s, outcome.value
@@ -374,6 +377,7 @@ class ScoringFunction(UserFunction):
         except (OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
         finally:
+            self._deadlines.discard(call)
             call.end(abandoned=False)
         if outcome.error is not None:
             raise outcome.error.about(function=method)

@@ -46,8 +46,12 @@ def to_result(call: CallOutcome, sample: RewardSample, function: str) -> RewardR
     """
     score: float | None = None
     extra_info: dict[str, Any] = {}
-    problem = _problem(call, sample, function)
-    if problem is None:
+    problem: ScoringError | None = None
+    if call.error is not None:
+        problem = call.error.about(sample, function, call.attempts)
+    elif call.exception is not None:
+        problem = _raised(call.exception, call, sample, function)
+    else:
         try:
             score, extra_info = normalise(call.value)
             problem = None if score is not None else _unscored(extra_info, sample, function)
@@ -84,13 +88,8 @@ def _unscored(extra_info: Mapping[str, Any], sample: RewardSample, function: str
     return UnscoredError(_NO_SCORE + reason, sample=sample, function=function, cause=cause)
 
 
-def _problem(call: CallOutcome, sample: RewardSample, function: str) -> ScoringError | None:
-    """Return why a call has no value, or ``None`` if it has one."""
-    if call.error is not None:
-        return call.error.about(sample, function, call.attempts)
-    cause = call.exception
-    if cause is None:
-        return None
+def _raised(cause: BaseException, call: CallOutcome, sample: RewardSample, function: str) -> ScoringError:
+    """Return the error of a sample whose function raised an exception."""
     if out_of_credit(cause):
         raise RewardLoopError(
             f"{describe(sample)}: {function} calls a service whose account has no credit left, so the run stops. Add "

@@ -306,7 +306,7 @@ def _mapping(row: Mapping[str, Any], name: str, broken: list[str]) -> Mapping[st
     If the field is not a mapping, append an error message to ``broken`` and return ``{}``.
     """
     value = row.get(name)
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         return value
     if not missing(value):
         broken.append(f'in its row, non_tensor_batch["{name}"] must be a mapping; got {shorten(value)}')
@@ -348,16 +348,17 @@ def training_step_of(row: Mapping[str, Any], mode: str | None, *, validate: bool
         mode: the mode of verl's trainer. In ``sync``, a step trains on the rollouts whose prompts it submits.
         validate: whether the row belongs to validation, also without the column `VALIDATE`.
     """
-    if validate or row.get(VALIDATE) or mode in (None, "sync"):
-        return generated_step_of(row)
-    step = row.get(TRAINING_STEP)
+    is_of_generation = validate or row.get(VALIDATE) or mode in (None, "sync")
+    step = row.get("global_steps" if is_of_generation else TRAINING_STEP)
     return None if step is None else int(step)
 
 
 def row_name(row: Mapping[str, Any]) -> str | None:
     """Return the name of a row of verl's batch, with its session id, if any: a sample's ``uid``."""
-    name = [row.get("uid", row.get("index")), row.get("session_id")]
-    return "_".join([str(part) for part in name if part is not None]) or None
+    name, session = row.get("uid", row.get("index")), row.get("session_id")
+    if session is None:
+        return None if name is None else str(name) or None
+    return str(session) if name is None else f"{name}_{session}"
 
 
 _SHORT_RESPONSE = 1024

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 
 import pytest
 
 from reward_loop import RewardSample, RewardTimeoutError, ScoringFunction
 from reward_loop.config import RewardLoopConfig
-from reward_loop.limits.call import Call
+from reward_loop.limits.call import Call, Deadlines
 from reward_loop.limits.local import LocalLimits
 from tests.support.clock import advance
 
@@ -26,6 +27,27 @@ async def test_only_work_after_the_start_counts_towards_the_deadline() -> None:
     await advance(2)
     with pytest.raises(TimeoutError):
         call.future.result()
+
+
+async def test_each_call_of_a_function_has_its_own_deadline() -> None:
+    deadlines, limits, calls = Deadlines(10.0), LocalLimits(RewardLoopConfig()), []
+    for _ in range(3):
+        calls.append(Call(limits, timeout=10.0))
+        deadlines.add(calls[-1])
+        calls[-1].begin()
+        await advance(4)
+    deadlines.discard(calls[1])
+    await advance(5)
+    assert [call.future.done() for call in calls] == [True, False, False]
+    await advance(2)
+    assert [call.future.done() for call in calls] == [True, False, True]
+
+
+async def test_deadlines_hold_on_two_event_loops_at_once() -> None:
+    function = ScoringFunction(functools.partial(asyncio.sleep, 3600), timeout=0.2)
+    other = asyncio.to_thread(lambda: asyncio.run(function(RewardSample(""))))  # type: ignore[arg-type]
+    for result in await asyncio.wait_for(asyncio.gather(function(RewardSample("")), other), 30):
+        assert isinstance(result.exception, RewardTimeoutError)
 
 
 async def test_a_stall_before_the_function_starts_does_not_count_towards_its_deadline() -> None:

@@ -294,7 +294,8 @@ class JobLimits(Limits):
 
     def request(self, name: str, tokens: float = 0, order: tuple[float, float] = (0.0, 0.0)) -> asyncio.Future[Permit]:
         loop = self.check_loop()
-        self.check(name)
+        if self.spent is not None or name not in self.max_waits:
+            raise self.refusal(name)
         if self._lost is not None:
             raise LimitError(self._lost)
         self._last_id += 1

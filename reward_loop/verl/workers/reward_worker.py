@@ -85,7 +85,8 @@ class RewardWorker:
             raise
         finally:
             self._running.discard(task)
-        return _without_clash(reward) if _is_validation(data) else reward
+        # In this order: a function seldom returns this key.
+        return _renamed(reward) if "reward" in reward["reward_extra_info"] and _is_validation(data) else reward
 
     @ray.method(max_task_retries=0)
     async def compute_score_in_group(self, data: Any, lost: Collection[str]) -> AsyncIterator[Reward | None]:
@@ -127,13 +128,11 @@ def _is_validation(data: Any) -> bool:
     return VALIDATE in row and bool(row[VALIDATE][-1])
 
 
-def _without_clash(reward: Reward) -> Reward:
+def _renamed(reward: Reward) -> Reward:
     """Return the reward of a validation sample with the key `reward` of its extra info renamed.
 
     verl collects the scores of a validation in a column of that name, to which it would append the function's values.
     """
     info = reward["reward_extra_info"]
-    if "reward" not in info:
-        return reward
     renamed = {"returned_reward" if name == "reward" else name: value for name, value in info.items()}
     return Reward(reward_score=reward["reward_score"], reward_extra_info=renamed)
