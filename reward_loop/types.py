@@ -78,7 +78,7 @@ class Outcome(StrEnum):
     """The function raised an error, timed out, or returned a value that is not a valid score."""
 
 
-@dataclass(slots=True)  # not frozen, as the result below
+@dataclass(slots=True)  # not frozen: see `RewardResult`
 class RewardSample:
     """One finished rollout, as a reward function receives it. The field names are those of verl.
 

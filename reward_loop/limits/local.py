@@ -168,7 +168,7 @@ class Limits(ABC):
         return loop
 
     def refusal(self, name: str) -> BudgetSpentError | LimitError:
-        """Return why no permit of a limit is granted: the budget is used up, or there is no such limit."""
+        """Return the error of a request that cannot be granted: no budget is left, or the limit does not exist."""
         if self.spent is not None:
             return BudgetSpentError(self.spent)
         known = users_limits(self.max_waits)

@@ -242,8 +242,9 @@ class UserFunction:
             task = call.loop.create_task(_run_on_loop(call, lambda: awaitable, {}))
             try:
                 outcome = await call.future
-            finally:
+            except BaseException:
                 _cancel(task)
+                raise
             outcome.work_s += seconds
         return outcome
 

@@ -192,7 +192,7 @@ def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(0)  # `forked_program.py` has passed on the status of a program; nobody reads that of others
+    os._exit(0)  # `forked_program.py` has already reported the status of a program; no other status is read
 
 
 def _ask(name: str, arguments: list[str]) -> None:
