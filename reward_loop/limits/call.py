@@ -261,12 +261,12 @@ class Deadlines:
         """Watch a call until `discard`."""
         if self.timeout is None:
             return
-        # Only after the end of an event loop: otherwise, its timer would look at the calls of another thread.
-        if self._loop is None or self._loop.is_closed():
+        if self._loop is not call.loop:
+            # Only after the end of an event loop: otherwise, its timer would look at the calls of another thread.
+            if self._loop is not None and not self._loop.is_closed():
+                call.watch()
+                return
             self._loop, self._timer, self._due = call.loop, None, {}
-        elif self._loop is not call.loop:
-            call.watch()
-            return
         self._due[call] = time.monotonic() + self.timeout
         if self._timer is None:
             # The timer would keep this call, with its sample, in its context.

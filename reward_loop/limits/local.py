@@ -335,7 +335,8 @@ class LocalLimits(Limits):
             self._timers[name] = self.loop.call_later(delay, self._advance, name)
 
     def count(self, result: RewardResult) -> None:
-        self.add_outcome(result.outcome is Outcome.FAILED, result.error, result.cause)
+        is_failed = result.outcome is Outcome.FAILED
+        self.add_outcome(is_failed, result.error, result.cause if is_failed else None)
 
     def add_outcome(self, failed: bool, error: str | None, cause: str | None) -> None:
         """Count one sample for the failure bound, with its error message and cause if it failed."""

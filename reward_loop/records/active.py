@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from reward_loop.types import RewardSample
 
@@ -27,23 +27,6 @@ class Queued(Protocol):
     @property
     def started(self) -> float | None:
         """When the call started; ``None`` until then."""
-
-
-class FunctionCall(NamedTuple):
-    """A call of the function for a sample."""
-
-    function: str
-    """The function's name and file."""
-    start_s: float
-    """When it started, in seconds from the start of the sample."""
-    queue_s: float
-    """Seconds for which it waited for a free thread or process."""
-    wait_s: float
-    """Seconds for which it waited for limits."""
-    work_s: float
-    """Seconds for which the function ran."""
-    error: str | None
-    """The type of the exception that the function raised, or of the error why there is no result."""
 
 
 class ActiveSample:
@@ -67,8 +50,8 @@ class ActiveSample:
     """What the sample waits for until its batch call starts; empty if it is not part of one."""
     exchanges: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """The requests to model servers with their replies, by the ID of the exchange."""
-    calls: Sequence[FunctionCall] = ()
-    """The calls of the function, in the order of their ends."""
+    calls: Sequence[dict[str, Any]] = ()
+    """The calls of the function, in the order of their ends, as `called` describes them."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -130,13 +113,24 @@ class ActiveSample:
         self.completion_tokens += fields.get("completion_tokens", 0)
 
     def called(self, function: str, seconds: float, queued: float, waited: float, error: BaseException | None) -> None:
-        """Add a call of the function that has just ended; see `FunctionCall`.
+        """Add a call of the function that has just ended.
 
-        It ran for ``seconds``, waited ``queued`` seconds for a free thread or process, and ``waited`` for limits.
+        Args:
+            function: the function's name and file.
+            seconds: for which the function ran (``work_s``). It started ``start_s`` after the sample.
+            queued: the seconds of waiting for a free thread or process (``queue_s``).
+            waited: the seconds of waiting for limits (``wait_s``).
+            error: the exception of the function, or the error why there is no result; its type is kept.
         """
-        start = max(0.0, time.perf_counter() - self.started - seconds - waited)
-        problem = None if error is None else type(error).__name__
-        self.calls = (*self.calls, FunctionCall(function, start, queued, waited, seconds, problem))
+        call = {
+            "function": function,
+            "start_s": max(0.0, time.perf_counter() - self.started - seconds - waited),
+            "queue_s": queued,
+            "wait_s": waited,
+            "work_s": seconds,
+            "error": None if error is None else type(error).__name__,
+        }
+        self.calls = (*self.calls, call)
 
     def queue(self, what: str, call: Queued) -> None:
         """Record that a call waits for something, such as a free thread, until its ``started`` is set."""
@@ -182,7 +176,7 @@ class ActiveBatch(ActiveSample):
         for i, member in enumerate(self.members):
             if self.exchanges and (is_small or i == 0):
                 member.exchanges = {**member.exchanges, **self.exchanges}
-            calls = (call._replace(start_s=call.start_s + member.batch_s) for call in self.calls)
+            calls = ({**call, "start_s": call["start_s"] + member.batch_s} for call in self.calls)
             member.calls = (*member.calls, *calls)
             member.prompt_tokens += _share(self.prompt_tokens, i, count)
             member.completion_tokens += _share(self.completion_tokens, i, count)

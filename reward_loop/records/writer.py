@@ -242,6 +242,7 @@ class Records:
         with self._waiting_lock:
             waiting = self._waiting
             drops = self._writing_size + waiting.size + size > MAX_WAITING
+            is_first = not waiting.size
             if not drops:
                 waiting.size += size
                 if is_event:
@@ -261,8 +262,7 @@ class Records:
             return
         if not self._started:
             self._start()
-        # `is_set` needs no lock, and `set` does: this is called for each sample.
-        if not self._has_records.is_set():
+        if is_first:  # `set` takes a lock: not for each sample
             self._has_records.set()
 
     def flush(self, timeout: float = CLOSING_S) -> bool:
@@ -336,7 +336,7 @@ class Records:
             lines: list[bytes] = []
             for size, text, exchange, has in zip(row_sizes, text_places, exchange_places, has_places, strict=True):
                 if has:  # the places are the last fields of the row
-                    lines += (taken[begin : begin + size - 2], f",{text},{exchange}}}\n".encode())
+                    lines += (taken[begin : begin + size - 2], text, exchange, b"}\n")
                 else:
                     lines.append(taken[begin : begin + size])
                 begin += size
@@ -344,16 +344,15 @@ class Records:
             rows, texts, exchanges = rows[end:], texts[text_end:], exchanges[exchange_end:]
 
 
-def _places(kind: str, first: TextPlace | None, sizes: Sequence[int]) -> Iterator[str]:
-    """Yield the fields of each row that say where its texts are: one after another from the first place on."""
-    nowhere = f'"{kind}_file":null,"{kind}_offset":null,"{kind}_bytes":null'
+def _places(kind: str, first: TextPlace | None, sizes: Sequence[int]) -> Iterator[bytes]:
+    """Return the fields of each row that say where its texts are: one after another from the first place on."""
+    nowhere = f',"{kind}_file":null,"{kind}_offset":null,"{kind}_bytes":null'.encode()
     if first is None:
-        yield from itertools.repeat(nowhere, len(sizes))
-        return
-    offset = first.offset
-    for size in sizes:
-        yield f'"{kind}_file":"{first.file}","{kind}_offset":{offset},"{kind}_bytes":{size}' if size else nowhere
-        offset += size
+        return itertools.repeat(nowhere, len(sizes))
+    file, size_is = f',"{kind}_file":"{first.file}","{kind}_offset":'.encode(), f',"{kind}_bytes":'.encode()
+    offsets = itertools.accumulate(sizes[:-1], initial=first.offset)
+    places = zip(offsets, sizes, strict=True)
+    return (b"%b%d%b%d" % (file, offset, size_is, size) if size else nowhere for offset, size in places)
 
 
 def new_row(kind: str, **fields: Any) -> dict[str, Any]:
@@ -401,7 +400,7 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
         "work_s": result.work_s,
         "attempts": result.attempts,
         # The times of a single call are those of the row.
-        "calls": [call._asdict() for call in active.calls] if len(active.calls) > 1 else (),
+        "calls": active.calls if len(active.calls) > 1 else (),
         "prompt_tokens": active.prompt_tokens,
         "completion_tokens": active.completion_tokens,
         "cost": active.cost or None,

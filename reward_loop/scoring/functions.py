@@ -172,7 +172,6 @@ class UserFunction:
         if self.limits.spent is not None:
             return CallOutcome.without_call(BudgetSpentError(_not_called(self.limits.spent, attempt)))
         call = Call(self.limits, self.timeout, order, attempt)
-        outer = current_call.get()  # not the token of `set`, which is an object for the garbage collector
         outcome: CallOutcome | None = None
         # Until the function has ended: after its deadline or a cancellation, its thread may run on.
         abandoned = True
@@ -180,7 +179,6 @@ class UserFunction:
             if self.limits.max_waits:
                 await call.enter(self._limits_of_call)
             permitted = time.monotonic()
-            current_call.set(call)
             if not self.is_async:
                 outcome = await self._call_sync(call, arguments)
             else:
@@ -199,8 +197,6 @@ class UserFunction:
         except (RewardCrashedError, OSError, RuntimeError) as error:
             outcome = self._without_end(error, call)
         finally:
-            if current_call.get() is call:  # if not, the garbage collector closes this coroutine in another context
-                current_call.set(outer)
             # Without the end of the function, it is unknown whether the service answered.
             answer = answer_of(outcome.exception) if outcome is not None and outcome.error is None else ()
             self._deadlines.discard(call)
@@ -230,6 +226,7 @@ class UserFunction:
 
     async def _call_in_thread(self, call: Call, function: Callable[[], Any]) -> CallOutcome:
         def run() -> CallOutcome:
+            current_call.set(call)
             call.begin()
             return outcome_of(function, {})
 
@@ -300,6 +297,7 @@ async def _run_on_loop(call: Call, function: Callable[..., Awaitable[Any]], argu
     as by a bare ``except:`` around a retry. `asyncio.wait` would do the same, but a sample would take a third more time
     and memory. Exceptions become part of the outcome, except KeyboardInterrupt and GeneratorExit.
     """
+    current_call.set(call)
     # Here, and not where the task is created: a stall of the loop in between must not count.
     call.begin()
     started = time.perf_counter()
@@ -366,7 +364,7 @@ class ScoringFunction(UserFunction):
     async def post_process_scores(self, scores: list[float]) -> list[float]:
         """Return the scores after the class's ``post_process_scores``.
 
-        It has the deadline of a call, but no permits: `reward_loop.limit` has no effect in it.
+        It has the deadline of a call, and can ask judges under limits and the budget.
 
         Raises:
             ScoringError: the method raised, ran past the deadline, or did not return one finite number per score.
@@ -379,7 +377,7 @@ class ScoringFunction(UserFunction):
             outcome = self._without_end(error, call)
         finally:
             self._deadlines.discard(call)
-            call.end(abandoned=False)
+            call.end(abandoned=True)  # after the deadline or a cancellation, its thread may run on
         if outcome.error is not None:
             raise outcome.error.about(function=method)
         if outcome.exception is not None:

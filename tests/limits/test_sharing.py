@@ -1,7 +1,9 @@
 """Which calls share limits, budget and token counts, and what grows or paces a limit: through the public interface."""
 
 import asyncio
+import functools
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +81,13 @@ async def test_one_limit_object_is_shared_by_concurrent_calls(function):
     assert status(scoring.limits)["judge"]["in_flight"] == 0
 
 
+async def test_limits_and_the_budget_hold_for_post_process_scores():
+    judges = SimpleNamespace(compute_score=judge_within, post_process_scores=lambda scores: [judge_within_in_thread()])
+    scoring = ScoringFunction(judges, options=RewardLoopConfig(limits={"judge": {"max_concurrent": 2}}))
+    assert await scoring.post_process_scores([0.0]) == [1.0]
+    assert (scoring.limits.tokens, status(scoring.limits)["judge"]["in_flight"]) == (1, 0)
+
+
 async def test_limits_refuse_a_second_event_loop_while_the_first_one_runs():
     limits = LocalLimits(RewardLoopConfig(limits={"judge": {"max_concurrent": 1}}))
     (await limits.acquire("judge")).leave()
@@ -113,12 +122,8 @@ async def breaks_within_judge():
 @pytest.mark.parametrize("function", [hangs, unavailable, breaks_within_judge])
 async def test_an_outage_does_not_grow_an_adaptive_limit(function):
     limits = {"default": {"adaptive": True}, "judge": {"adaptive": True}}
-    options = RewardLoopConfig(
-        limits=limits,
-        timeout=0.01 if function is hangs else 60,
-        retry=NO_RETRY,
-        outage_timeout_s=0,
-    )
+    timeout = 0.01 if function is hangs else 60
+    options = RewardLoopConfig(limits=limits, timeout=timeout, retry=NO_RETRY, outage_timeout_s=0)
     scoring = ScoringFunction(function, options=options)
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
     found = status(scoring.limits)
@@ -139,19 +144,14 @@ async def test_a_failed_request_that_the_function_handles_does_not_grow_an_adapt
     async with FakeJudge("0.5") as judge:
         judge.script(*(Status(500) for _ in range(40)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(40)))
-        found = status(scoring.limits)
-        assert {found[name]["max_in_flight"] for name in limits} == {20}
+        assert {status(scoring.limits)[name]["max_in_flight"] for name in limits} == {20}
         judge.script(*(Status(429, retry_after=0) for _ in range(3)))
         await asyncio.gather(*(scoring(SAMPLE, reward_router_address=judge.address) for _ in range(3)))
-    found = status(scoring.limits)
-    assert {found[name]["max_in_flight"] for name in limits} == {16}
+    assert {status(scoring.limits)[name]["max_in_flight"] for name in limits} == {16}
 
 
 async def test_answers_grow_an_adaptive_limit():
-    async def answers():
-        await asyncio.sleep(0)
-        return 1.0
-
+    answers = functools.partial(asyncio.sleep, 0, 1.0)
     scoring = ScoringFunction(answers, options=RewardLoopConfig(limits={"default": {"adaptive": True}}))
     await asyncio.gather(*(scoring(SAMPLE) for _ in range(60)))
     assert status(scoring.limits)["default"]["max_in_flight"] >= 40
