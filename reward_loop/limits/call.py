@@ -243,11 +243,11 @@ class Call:
 class Deadlines:
     """Looks at the clocks of a function's calls when their deadlines may have passed.
 
-    All calls have the same timeout, so one timer is enough: that of the oldest. A timer for each call would take a
-    twelfth of the time for a sample (`benchmarks.scoring`).
+    Calls with the same timeout need one timer: that of the oldest. A timer for each call would take a twelfth of the
+    time for a sample (`benchmarks.scoring`). Calls with another timeout have their own.
 
     Args:
-        timeout: seconds from the start of the function to the deadline of a call; ``None`` for no deadline.
+        timeout: seconds from the start of the function to the deadline of most calls; ``None`` for no deadline.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -259,7 +259,10 @@ class Deadlines:
 
     def add(self, call: Call) -> None:
         """Watch a call until `discard`."""
-        if self.timeout is None:
+        if call.timeout is None:
+            return
+        if call.timeout != self.timeout:
+            call.watch()
             return
         if self._loop is not call.loop:
             # Only after the end of an event loop: otherwise, its timer would look at the calls of another thread.
@@ -267,10 +270,10 @@ class Deadlines:
                 call.watch()
                 return
             self._loop, self._timer, self._due = call.loop, None, {}
-        self._due[call] = time.monotonic() + self.timeout
+        self._due[call] = time.monotonic() + call.timeout
         if self._timer is None:
             # The timer would keep this call, with its sample, in its context.
-            self._timer = call.loop.call_later(self.timeout, self._look, context=contextvars.Context())
+            self._timer = call.loop.call_later(call.timeout, self._look, context=contextvars.Context())
 
     def discard(self, call: Call) -> None:
         """Do not watch a call any more."""

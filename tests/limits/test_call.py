@@ -43,8 +43,10 @@ async def test_each_call_of_a_function_has_its_own_deadline() -> None:
     assert [call.future.done() for call in calls] == [True, False, True]
 
 
-async def test_deadlines_hold_on_two_event_loops_at_once() -> None:
-    function = ScoringFunction(functools.partial(asyncio.sleep, 3600), timeout=0.2)
+@pytest.mark.parametrize("timeout", [None, 300, 0.2])
+async def test_deadlines_hold_on_two_event_loops_at_once_and_may_change(timeout: float | None) -> None:
+    function = ScoringFunction(functools.partial(asyncio.sleep, 3600), timeout=timeout)
+    function.timeout = 0.2
     other = asyncio.to_thread(lambda: asyncio.run(function(RewardSample(""))))  # type: ignore[arg-type]
     for result in await asyncio.wait_for(asyncio.gather(function(RewardSample("")), other), 30):
         assert isinstance(result.exception, RewardTimeoutError)

@@ -170,6 +170,15 @@ async def test_odd_responses_that_fail_are_found(blank: str) -> None:
     assert "unscored" not in findings["a malformed response"][1]
 
 
+async def test_an_odd_response_that_takes_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(solution_str: str) -> float:
+        return float(solution_str != "" or await asyncio.sleep(3600, 1))
+
+    monkeypatch.setattr(checks, "_ODD_TIMEOUT_S", 1.0)
+    _, findings = await found(slow)
+    assert "ran past its deadline of 1 s" in findings["an empty response"][1]
+
+
 async def test_an_unusable_reply_of_a_judge_is_not_blamed_on_the_response() -> None:
     async def judged(solution_str: str) -> float:
         return 1.0 if "\ufffd" not in solution_str else float((await chat_complete(server.address, "x")).text)
