@@ -7,7 +7,7 @@ Invariants of `Groups`:
 - A group is closed once: when all its members have joined, left or are lost, and none is being scored. Its call gets
   those that have joined, in the order of the members.
 - A sample that has joined holds no permit, thread or deadline, and no place in its caller's bound of samples in flight.
-- Only groups whose caller reports no lost members have a timeout, such as those of requests over HTTP.
+- Only groups whose caller reports no lost members have a timeout, such as those of verl's own reward loop.
 """
 
 from __future__ import annotations
