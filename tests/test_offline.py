@@ -187,9 +187,9 @@ def test_prompt_group_and_step_are_recorded(tmp_path):
     reader = RecordsReader(output)
     found = {row["uid"]: (row["group"], row["step"], reader.text(row)["prompt"]) for row in reader.rows()}
     assert found == {"line 1": ("a", 3, "1=?"), "line 2": ("g", None, "2=?")}
-    renamed = Fields({"prompt": "question", "group": "problem.id"})
-    sample = renamed.to_sample(Row("line 1", {"solution_str": "1", "question": "Why?", "problem": {"id": 7}}))
-    assert (sample.prompt, sample.group) == ("Why?", "7")
+    renamed = Fields({"prompt": "question", "group": "problem.id", "global_steps": "n"})
+    sample = renamed.to_sample(Row("line 1", {"solution_str": "1", "question": "Why?", "problem": {"id": 7}, "n": 4}))
+    assert (sample.prompt, sample.group, sample.step) == ("Why?", "7", 4)
 
 
 def test_a_mapped_key_of_extra_info_makes_the_whole_field_optional():

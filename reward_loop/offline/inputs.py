@@ -174,9 +174,9 @@ class Fields:
         Args:
             paths: maps a part of the sample to a field of the row, which may be a dotted path. Parts are
                 ``solution_str``, ``ground_truth``, ``data_source``, ``extra_info``, ``extra_info.KEY``, ``prompt``,
-                ``response_ids``, ``response_length``, ``is_truncated``, ``step``, ``training_progress``, ``validate``,
-                and for the records ``group``. The default field of a part is the field of the same name; of ``group``,
-                also verl's ``uid``.
+                ``response_ids``, ``response_length``, ``is_truncated``, ``step`` (or ``global_steps``),
+                ``training_progress``, ``validate``, and for the records ``group``. The default field of a part is the
+                field of the same name; of ``group``, also verl's ``uid``.
             requires: required parts; a row without one of them, or without its value, fails. ``solution_str`` and the
                 fields in ``paths`` are always required. If ``paths`` has an ``extra_info.KEY``, the row needs no field
                 ``extra_info``.
@@ -184,7 +184,7 @@ class Fields:
         Raises:
             ConfigError: a part does not exist.
         """
-        self.paths = dict(paths or {})
+        self.paths = {_ARGUMENTS.get(target, target): path for target, path in (paths or {}).items()}
         self._keys = [target for target in self.paths if target.startswith("extra_info.")]
         for target in self.paths:
             if target not in (*_PARTS, *self._keys):
