@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -156,7 +157,7 @@ class RewardLoopManagerBase:
                 result = check_result(sample, await self.score_one(sample))
             else:
                 result = await self._score_member(sample, self.groups)
-            result = decide(result, self.options, active.seconds)
+            result = decide(result, self.options, time.perf_counter() - active.started)
             if self.records is not None:
                 self.records.write_sample(active, result, self.options.record.full)
         self.limits.count(result)

@@ -193,9 +193,8 @@ _active: dict[ActiveSample, None] = {}  # in the order of their start
 _current: ContextVar[ActiveSample | None] = ContextVar("active_sample", default=None)
 
 
-def current() -> ActiveSample | None:
-    """Return the active sample or batch of the calling code; ``None`` outside of a reward function."""
-    return _current.get()
+current = _current.get
+"""Return the active sample or batch of the calling code; ``None`` outside of a reward function."""
 
 
 @contextlib.contextmanager

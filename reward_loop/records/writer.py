@@ -411,11 +411,11 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
 
 def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
     """Return the components that are too large for a summary row."""
-    return {
-        name: value
-        for name, value in components.items()
-        if not isinstance(value, _SCALARS) and _length(value) > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS)
-    }
+    large = {}
+    for name, value in components.items():
+        if not isinstance(value, _SCALARS) and _length(value) > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS):
+            large[name] = value
+    return large
 
 
 def _length(value: Any) -> int:
@@ -571,8 +571,9 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
         line = encode_line(record)  # it rejects them; to search for them would take longer than to encode the record
     except TypeError:
         line = _encode_slowly(record)
-    for pattern in tuple(_secrets.values()):  # other threads may add keys
-        line = pattern.sub(_HIDDEN, line)
+    if _secrets:
+        for pattern in tuple(_secrets.values()):  # other threads may add keys
+            line = pattern.sub(_HIDDEN, line)
     return line
 
 

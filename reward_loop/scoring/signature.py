@@ -368,6 +368,8 @@ def own_copy(value: Any, *, objects: bool = True) -> Any:
         return value
     # By hand, because `copy.deepcopy` takes several times as long, for each sample, and would copy objects, too.
     if kind is dict:
+        if not value:
+            return {}
         return {key: item if type(item) in _SHARED else own_copy(item, objects=objects) for key, item in value.items()}
     if kind is list:
         shared = _SHARED.issuperset(map(type, value))

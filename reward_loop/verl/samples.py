@@ -202,7 +202,7 @@ class VerlSamples:
         lacks = 'its row has no non_tensor_batch["{}"], which the function requires'
         if "ground_truth" in requires and reference is None:
             broken.append(lacks.format('reward_model"]["ground_truth'))
-        if "data_source" in requires and missing(row.get("data_source")):
+        if "data_source" in requires and not common["data_source"] and missing(row.get("data_source")):
             broken.append(lacks.format("data_source"))
         return RewardSample(
             solution,
