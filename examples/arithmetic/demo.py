@@ -59,7 +59,7 @@ POLL_S = 0.25
 class Settings:
     """The settings of a training run."""
 
-    steps: int = 30
+    steps: int = 36
     prompts: int = 32
     """Problems per step."""
     answers: int = 8

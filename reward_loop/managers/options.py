@@ -27,8 +27,8 @@ class GroupConfig(Config):
     ``actor_rollout_ref.rollout.n``."""
 
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds from the first sample of a group to the last, if the caller does not report lost samples, such as
-    verl's own reward loop. After that, an incomplete group fails."""
+    """Seconds without a sample of a group that is being scored, after which the samples that wait for the others fail;
+    only if the caller does not report lost samples, such as verl's own reward loop."""
 
 
 class RewardLoopConfig(ScoringOptions):

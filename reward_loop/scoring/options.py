@@ -29,8 +29,8 @@ class ScoringOptions(JobOptions, RecordOptions):
 
     max_memory_mb: int | None = Field(default=None, ge=16)
     """The maximum memory of a call and of the processes that it started, in megabytes (2^20 bytes), in addition to what
-    loading the function takes. A worker process that exceeds it is killed, and its sample fails. By default there is no
-    limit."""
+    loading the function takes (with ``calls_per_process: null``, including it). A worker process that exceeds it is
+    killed, and its sample fails. By default there is no limit."""
 
     calls_per_process: int | None = Field(default=1, ge=1)
     """The number of calls of a worker process, which is forked with the function loaded: with 1, no call sees what
