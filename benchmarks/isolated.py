@@ -12,6 +12,7 @@ out. The last line is JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from reward_loop import RewardLoopConfig, RewardSample, ScoringFunction, load_function
 from reward_loop._util.process import children
@@ -74,10 +75,13 @@ async def memory_mb(function: ScoringFunction) -> tuple[float, float]:
     known = set(children(os.getpid()))
     await function(RewardSample("1/2"))
     (template,) = set(children(os.getpid())) - known
+    waiting: list[float] = []
     async with asyncio.timeout(120):
-        while len(children(template)) < WAITING:  # noqa: ASYNC110
+        while len(waiting) < WAITING:
             await asyncio.sleep(0.1)
-    return anonymous_mb(template), sum(map(private_mb, children(template))) / WAITING
+            with contextlib.suppress(OSError):  # the fork that has served the call ends
+                waiting = [private_mb(pid) for pid in children(template)]
+    return anonymous_mb(template), mean(waiting)
 
 
 async def measure(path: str) -> dict[str, float]:

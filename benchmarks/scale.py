@@ -129,7 +129,7 @@ def path_of_a_sample(texts: list[str], folder: Path, quick: bool) -> dict[str, A
         servers = Servers(folder, stack)
         url, router, _ = servers.start_own(servers.instant_backends())
         processes.add("router", router.pid)
-        limit = "+reward_loop.limits.default.max_concurrent=100000"
+        limit = "reward_loop.limits.default.max_concurrent=100000"
         settings = configuration(folder, "compute_score", "reward.num_workers=1", limit)
         job = RunningJob(settings.options, 60.0)
         stack.callback(job.close)
