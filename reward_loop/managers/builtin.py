@@ -118,7 +118,7 @@ class GroupRewardLoopManager(RewardLoopManagerBase):
 
     Samples with the same ``group`` (verl's ``uid``) form a group. The group size is the sample's ``group_size``,
     otherwise ``reward_loop.group.size``, otherwise verl's ``actor_rollout_ref.rollout.n``. Rollouts that fail before
-    they are scored are not awaited. If the caller does not report them, as verl's own reward loop, all samples of a
+    they are scored are not awaited. If the caller does not report them, as in verl's own reward loop, all samples of a
     group fail if ``reward_loop.group.timeout`` seconds pass without the others.
     """
 

@@ -120,7 +120,7 @@ class ActiveSample:
             seconds: for which the function ran (``work_s``). It started ``start_s`` after the sample.
             queued: the seconds of waiting for a free thread or process (``queue_s``).
             waited: the seconds of waiting for limits (``wait_s``).
-            error: the exception of the function, or the error why there is no result; its type is kept.
+            error: what the function raised, or why it returned nothing, such as a timeout; only the type is recorded.
         """
         call = {
             "function": function,

@@ -411,7 +411,7 @@ def sample_row(active: ActiveSample, result: RewardResult, large: Mapping[str, A
 
 def large_components(components: Mapping[str, Any]) -> dict[str, Any]:
     """Return the components that are too large for a summary row."""
-    large = {}
+    large = {}  # not a comprehension, which is a call of its own for each sample
     for name, value in components.items():
         if not isinstance(value, _SCALARS) and _length(value) > (MAX_TEXT if isinstance(value, str) else MAX_ITEMS):
             large[name] = value

@@ -28,9 +28,9 @@ class ScoringOptions(JobOptions, RecordOptions):
     cores. In a verl run, the reward workers of a node share its cores."""
 
     max_memory_mb: int | None = Field(default=None, ge=16)
-    """The maximum memory of a call and of the processes that it started, in megabytes (2^20 bytes), in addition to what
-    loading the function takes (with ``calls_per_process: null``, including it). A worker process that exceeds it is
-    killed, and its sample fails. By default there is no limit."""
+    """The maximum memory of a call and its child processes, in megabytes (2^20 bytes). The memory for loading the
+    function counts only with ``calls_per_process: null``. A worker process that exceeds the maximum is killed, and its
+    sample fails. By default there is no maximum."""
 
     calls_per_process: int | None = Field(default=1, ge=1)
     """The number of calls of a worker process, which is forked with the function loaded: with 1, no call sees what
