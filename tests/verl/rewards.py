@@ -281,7 +281,7 @@ STEPS = (1, 2)
 
 async def _harried(solution_str: str, reward_router_address: str, model: str, global_steps: int | None) -> None:
     """Asks the reward model. At the 20th call of the run, its server is killed, and at the 30th this reward worker.
-    After `STEPS`, Ctrl-C is pressed on the trainer, again and again."""
+    After `STEPS`, Ctrl-C is pressed on the trainer, again and again, and no call ends: no step more is trained."""
     lines = Path(os.environ["REWARD_LOG"])
     seen = len(lines.read_text().splitlines()) if lines.exists() else 0
     if seen >= 20 and not _beside_the_log("killed-server").exists():  # a list of all processes takes long
@@ -292,6 +292,7 @@ async def _harried(solution_str: str, reward_router_address: str, model: str, gl
     if global_steps is not None and global_steps > STEPS[-1]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(_beside_the_log("trainer").read_text()), signal.SIGINT)
+        await asyncio.Event().wait()
     assert isinstance(await classify(reward_router_address, solution_str or " ", timeout=None), float)
 
 

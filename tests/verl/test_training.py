@@ -8,7 +8,6 @@ import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -68,33 +67,27 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_generative_model: Path, t
     )
 
 
-@pytest.fixture(scope="module")
-def calls(run: Run) -> list[dict[str, Any]]:
-    """Those of whole steps."""
-    return [call for call in run.calls if call["asked"]["global_steps"] <= STEPS[-1]]
-
-
-def test_killed_servers_and_workers_lose_nothing(run: Run, calls: list[dict[str, Any]]) -> None:
+def test_killed_servers_and_workers_lose_nothing(run: Run) -> None:
     assert (run.directory / "killed-server").exists()
     dead = int((run.directory / "killed-worker").read_text())
     seen = [row for step in STEPS for row in run.rollouts(step)]
     assert len(seen) == len({row["uid"] for row in seen}) == len(STEPS) * 8 * 4
-    trained = [call for call in calls if call["split"] == "train"]
+    trained = [call for call in run.calls if call["split"] == "train"]
     assert not texts(seen) - texts(trained)
     # Only what the dead worker was scoring is scored again.
     repeated = texts(trained) - texts(seen)
     assert repeated <= texts([call for call in trained if call["pid"] == dead]), repeated
 
 
-def test_each_sample_of_a_validation_is_scored_exactly_once(run: Run, calls: list[dict[str, Any]]) -> None:
+def test_each_sample_of_a_validation_is_scored_exactly_once(run: Run) -> None:
     validated = [row for step in (0, STEPS[-1]) for row in run.validation(step)]
-    scored = [call for call in calls if call["split"] == "val" and call["outcome"] == "scored"]
+    scored = [call for call in run.calls if call["split"] == "val" and call["outcome"] == "scored"]
     assert signature(scored) == signature(validated)
 
 
-def test_a_function_gets_what_it_asks_for(calls: list[dict[str, Any]], tiny_generative_model: Path) -> None:
+def test_a_function_gets_what_it_asks_for(run: Run, tiny_generative_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_generative_model)
-    for call in calls:
+    for call in run.calls:
         asked = call["asked"]
         (message,) = asked["prompt"]
         first = (int(call["gts"]) - 1) // 2
@@ -105,8 +98,8 @@ def test_a_function_gets_what_it_asks_for(calls: list[dict[str, Any]], tiny_gene
         assert asked["is_truncated"] == (len(ids) == 12 and ids[-1] != tokenizer.eos_token_id)
         assert asked["validate"] == (call["split"] == "val")
         assert asked["training_progress"] == pytest.approx(asked["global_steps"] / 1000)
-    assert {call["asked"]["global_steps"] for call in calls if call["split"] == "train"} == set(STEPS)
-    assert {call["asked"]["is_truncated"] for call in calls} == {True, False}
+    assert {call["asked"]["global_steps"] for call in run.calls if call["split"] == "train"} == set(STEPS)
+    assert {call["asked"]["is_truncated"] for call in run.calls} == {True, False}
 
 
 def test_outcomes_reach_the_metrics(run: Run) -> None:
